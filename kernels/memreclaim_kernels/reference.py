@@ -1,0 +1,188 @@
+"""What every kernel must compute, in plain torch, on any device.
+
+These are the CPU implementations of the custom ops in :mod:`memreclaim_kernels.ops`, and the oracle the GPU kernels are
+tested against. They work in integers, so that a flushed denormal or a library's rounding mode cannot change a bit, and in
+slabs of rows, so that the memory they need beside their result is under 4 MiB for a weight of 4096 columns.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from memreclaim_kernels import blocks
+from memreclaim_kernels.blocks import BLOCK
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_MAGNITUDE = 0x7FFF
+_INFINITY = 0x7F80
+_E4M3_NAN = 0x7F
+_NO_INDEX = -1
+_SLAB_ROWS = 128
+_FAST_EXPONENTS = (10, 246)
+"""Exponents at which no decoded value is subnormal or infinite, so that a multiplication cannot flush or overflow."""
+
+
+def encode(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Nearest-below fp8 codes and smallest block exponents of a bf16 weight.
+
+    A block's exponent is the smallest whose scale brings the block's largest magnitude to at most 448; an all-zero block
+    gets 127. Elements that e4m3 cannot hold at that scale are truncated: only :func:`prove` says whether the twin is exact.
+
+    Shapes: bf16 ``[G, R, D]`` -> uint8 codes ``[G, R/16, D/32, 512]``, uint8 exponents ``[G, R/32, D/32]``.
+    """
+    groups, rank, depth = weight.shape
+    codes = torch.empty(
+        (groups, rank // blocks.TILE_ROWS, depth // blocks.TILE_COLS, blocks.TILE_BYTES),
+        dtype=torch.uint8,
+        device=weight.device,
+    )
+    exponents = torch.empty((groups, rank // BLOCK, depth // BLOCK), dtype=torch.uint8, device=weight.device)
+    for group in range(groups):
+        for slab in range(rank // BLOCK):
+            rows = weight[group, slab * BLOCK : (slab + 1) * BLOCK]
+            natural, exponents[group, slab] = _encode_slab(rows.contiguous().view(torch.int16))
+            codes[group, 2 * slab : 2 * slab + 2] = blocks.pack(natural.unsqueeze(0))[0]
+    return codes, exponents
+
+
+def _encode_slab(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and exponents of one slab: int16 ``[32, D]`` -> uint8 ``[32, D]``, uint8 ``[D/32]``."""
+    magnitude = bits & _MAGNITUDE
+    peak = magnitude.view(BLOCK, -1, BLOCK).amax(dim=(0, 2)).int()
+    exponents = _smallest_exponent(peak)
+    # value = significand * 2**(exponent - 134); in units of e4m3's smallest step it is significand << shift.
+    field = (magnitude >> 7).int()
+    significand = (magnitude & 0x7F).int() + (field > 0) * 0x80
+    shift = field.clamp_min_(1) - exponents.repeat_interleave(BLOCK) + 2
+    steps = (significand << shift.clamp(0, 17)) >> (-shift).clamp(0, 31)
+    # steps < 2**18 is exact in fp32, whose exponent field is the bit length: no loop, no log2.
+    octave = ((steps.float().view(torch.int32) >> 23) - 130).clamp_min_(0)
+    code = (steps >> octave) + (octave << 3)
+    return (code.clamp_max_(_E4M3_NAN - 1) | ((bits < 0) * 0x80)).to(torch.uint8), exponents.to(torch.uint8)
+
+
+def _smallest_exponent(peak: torch.Tensor) -> torch.Tensor:
+    """Smallest exponent byte whose scale holds a block of largest magnitude ``peak`` (int32 bf16 bits, sign cleared)."""
+    # 448 is 1.75 * 2**8: the top octave is usable up to mantissa 0x60, above that the next scale is needed.
+    normal = (peak >> 7) - 8 + ((peak & 0x7F) > 0x60)  # noqa: PLR2004
+    exponents = normal.clamp(0, blocks.MAX_EXPONENT)
+    return torch.where(peak == 0, torch.full_like(exponents, blocks.EXPONENT_BIAS), exponents)
+
+
+def decode(natural: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+    """Exact bf16 values of e4m3 bytes in natural order: ``bf16(code * 2**(exponent - 127))``, rounded to nearest even.
+
+    Shapes: uint8 ``[..., D]`` codes, uint8 exponents broadcastable to the codes -> bf16 like the codes. NaN codes give NaN.
+    """
+    table = _decode_table(str(natural.device))
+    # A row of the table is 256 codes at one exponent: 64 KiB x 2 in all, gathered by one flat index.
+    index = exponents.int() * 256 + natural
+    return table[index.view(-1)].view(natural.shape).view(torch.bfloat16)
+
+
+@lru_cache(maxsize=8)
+def _decode_table(device: str) -> torch.Tensor:
+    """bf16 bits of every (exponent, code) pair, int16 ``[256 * 256]``, by integer arithmetic alone."""
+    code = torch.arange(256, dtype=torch.int64).repeat(256)
+    exponent = torch.arange(256, dtype=torch.int64).repeat_interleave(256)
+    octave, mantissa = (code >> 3) & 0xF, code & 7
+    # In units of 2**-9 * scale an e4m3 magnitude is an integer of at most 4 significant bits, below 2**18.
+    steps = torch.where(octave > 0, (mantissa + 8) << (octave - 1).clamp_min(0), mantissa)
+    length = sum((steps >> bit > 0).long() for bit in range(18))
+    # Normal bf16 with value steps * 2**(exponent - 136): biased exponent field below, 7-bit fraction.
+    field = exponent + length - 10
+    fraction = torch.where(length > 0, (steps << 8 >> length.clamp_min(1)) & 0x7F, 0)
+    normal = (field << 7) + fraction
+    subnormal = _round_half_even(steps << 8, (11 - exponent).clamp(0, 40))
+    magnitude = torch.where(field >= 1, normal, subnormal)
+    magnitude = torch.where(field >= 255, _INFINITY, magnitude)  # noqa: PLR2004
+    magnitude = torch.where(steps == 0, 0, magnitude)
+    magnitude = torch.where(((code & 0x7F) == _E4M3_NAN) | (exponent == 255), 0x7FC0, magnitude)  # noqa: PLR2004
+    bits = magnitude | ((code & 0x80) << 8)
+    return (bits - ((bits & 0x8000) << 1)).to(torch.int16).to(device)
+
+
+def _round_half_even(value: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    """``value / 2**shift`` rounded to nearest, ties to even; int64."""
+    floor = value >> shift
+    rest = value - (floor << shift)
+    half = (1 << shift) >> 1
+    up = (rest > half) | ((rest == half) & (floor % 2 == 1) & (shift > 0))
+    return floor + up.long()
+
+
+def dequantize(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+    """The weight a twin stands for: packed codes and exponents -> bf16 ``[G, R, D]``, a new tensor."""
+    out = torch.empty(blocks.shape_of(codes), dtype=torch.bfloat16, device=codes.device)
+    for group, rows in _slabs(out.shape):
+        _decode_slab(codes, exponents, group, rows, out[group, rows])
+    return out
+
+
+def _slabs(shape: tuple[int, ...]) -> Iterator[tuple[int, slice]]:
+    """Group index and row range of each slab of a weight ``[G, R, D]``."""
+    groups, rank, _ = shape
+    for group in range(groups):
+        for start in range(0, rank, _SLAB_ROWS):
+            yield group, slice(start, min(start + _SLAB_ROWS, rank))
+
+
+def _decode_slab(codes: torch.Tensor, exponents: torch.Tensor, group: int, rows: slice, out: torch.Tensor) -> None:
+    """Decode ``rows`` of one group into ``out``, contiguous bf16 ``[rows, D]``."""
+    tiles = codes[group, rows.start // blocks.TILE_ROWS : rows.stop // blocks.TILE_ROWS]
+    scales = exponents[group, rows.start // BLOCK : rows.stop // BLOCK]
+    lowest, highest = torch.aminmax(scales)
+    if lowest < _FAST_EXPONENTS[0] or highest > _FAST_EXPONENTS[1]:
+        natural = blocks.unpack(tiles.unsqueeze(0))[0].view(-1, BLOCK, scales.shape[1], BLOCK)
+        out.view(natural.shape).copy_(decode(natural, scales[:, None, :, None].expand_as(natural)))
+        return
+    # Two codes of one row at a time, as they stand in a word: 4x faster than one by one (22 against 86 ms for 8 MiB).
+    words = tiles.view(torch.int32).view(-1, codes.shape[2], 8, 4, 2, 2)
+    pairs = out.view(torch.int32).view(-1, 2, 8, codes.shape[2], 2, 2, 4)
+    table = _pair_table(str(codes.device))
+    for half in range(2):
+        shifted = words >> 8 if half else words
+        index = (shifted & 0xFF) | ((shifted >> 8) & 0xFF00)
+        pairs[:, half] = table[index.view(-1)].view(index.shape).permute(0, 2, 1, 4, 5, 3)
+    factors = (scales.to(torch.int16) << 7).view(torch.bfloat16)
+    out.view(-1, BLOCK, scales.shape[1], BLOCK).mul_(factors[:, None, :, None])
+
+
+@lru_cache(maxsize=8)
+def _pair_table(device: str) -> torch.Tensor:
+    """Two bf16 values for each two codes at scale 1, int32 ``[65536]``, the lower byte's value in the lower half."""
+    unit = _decode_table("cpu").view(256, 256)[blocks.EXPONENT_BIAS]
+    both = torch.arange(65536)
+    return torch.stack((unit[both & 0xFF], unit[both >> 8]), dim=1).view(torch.int32).view(-1).to(device)
+
+
+def prove(codes: torch.Tensor, exponents: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Compare a twin's decoded bits with a bf16 weight ``[G, R, D]`` on 16-bit patterns.
+
+    Returns int64 ``[2]`` on the weight's device: how many elements differ, and the flat index of the first or -1.
+    """
+    mismatched, first = 0, _NO_INDEX
+    _, rank, depth = weight.shape
+    buffer = torch.empty((min(_SLAB_ROWS, rank), depth), dtype=torch.bfloat16, device=weight.device)
+    for group, rows in _slabs(weight.shape):
+        decoded = buffer[: rows.stop - rows.start]
+        _decode_slab(codes, exponents, group, rows, decoded)
+        differs = decoded.view(torch.int16) != weight[group, rows].view(torch.int16)
+        count = int(differs.sum())
+        if count and first == _NO_INDEX:
+            first = (group * rank + rows.start) * depth + int(differs.view(-1).byte().argmax())
+        mismatched += count
+    return torch.tensor([mismatched, first], dtype=torch.int64, device=weight.device)
+
+
+def grouped_projection(o: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The stock path: ``out[t, g, r] = sum_d o[t, g, d] * weight[g, r, d]`` by the library's batched product.
+
+    Shapes: ``[T, G, D]``, ``[G, R, D]`` -> ``[T, G, R]``. cuBLAS gives the same bits for ``bmm`` and ``einsum`` here.
+    """
+    return torch.einsum("tgd,grd->tgr", o, weight)
