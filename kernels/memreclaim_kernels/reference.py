@@ -23,7 +23,9 @@ _INFINITY = 0x7F80
 _E4M3_NAN = 0x7F
 _NO_INDEX = -1
 _SLAB_ROWS = 128
-_FAST_EXPONENTS = (10, 246)
+LARGEST_SAFE_EXPONENT = 246
+"""Above it the largest code overflows bf16."""
+_FAST_EXPONENTS = (10, LARGEST_SAFE_EXPONENT)
 """Exponents at which no decoded value is subnormal or infinite, so that a multiplication cannot flush or overflow."""
 
 
