@@ -1,0 +1,128 @@
+"""Settings: frozen, read from the environment once, and refused when a value makes no sense."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Self, TypeVar
+
+from memreclaim.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_PREFIX = "MEMRECLAIM_"
+
+
+class Mode(StrEnum):
+    """How far memreclaim goes."""
+
+    OFF = "off"
+    OBSERVE = "observe"
+    """Prove and report, keep nothing."""
+    TWIN = "twin"
+    """Serve from twins while the bf16 weights stay."""
+    ON = "on"
+    """Drop the bf16 weights."""
+
+
+class Numerics(StrEnum):
+    """Which bits a served projection has."""
+
+    IDENTICAL = "identical"
+    """Those of the stock path, at every row count."""
+    FUSED = "fused"
+    """In decode, verify and draft possibly those of another fp32 order of sums; never in prefill."""
+
+
+class OnMismatch(StrEnum):
+    """What a layer without an exact twin means."""
+
+    KEEP = "keep"
+    ABORT = "abort"
+
+
+class LogFormat(StrEnum):
+    """How log lines are written."""
+
+    HOST = "host"
+    JSON = "json"
+
+
+_Choice = TypeVar("_Choice", bound=StrEnum)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the operator asked for; see ``docs/operations.md`` for the variables."""
+
+    mode: Mode = Mode.ON
+    numerics: Numerics = Numerics.IDENTICAL
+    targets: tuple[str, ...] = ("wo_a",)
+    draft: bool = True
+    on_mismatch: OnMismatch = OnMismatch.KEEP
+    http: tuple[str, int] | None = None
+    log_format: LogFormat = LogFormat.HOST
+
+    def __post_init__(self) -> None:
+        """Take the words of the environment too (``mode="on"``), and refuse what is none of them."""
+        for name, kind in (("mode", Mode), ("numerics", Numerics), ("on_mismatch", OnMismatch), ("log_format", LogFormat)):
+            object.__setattr__(self, name, _choice(kind, name, getattr(self, name)))
+        if not self.targets:
+            raise ConfigError("targets", "name at least one target")
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:
+        """Read ``MEMRECLAIM`` and ``MEMRECLAIM_*``; ``MEMRECLAIM`` unset means off.
+
+        Raises :class:`ConfigError` for a bad value and for a ``MEMRECLAIM_`` name that is no setting, since a misspelt
+        one would otherwise be ignored in silence.
+        """
+        env = os.environ if environ is None else environ
+        unknown = sorted(name for name in env if name.startswith(_PREFIX) and name not in _VARIABLES)
+        if unknown:
+            raise ConfigError(unknown[0], f"no such setting; there are MEMRECLAIM, {', '.join(sorted(_VARIABLES))}")
+        return cls(
+            mode=_choice(Mode, "MEMRECLAIM", env.get("MEMRECLAIM", Mode.OFF)),
+            numerics=_choice(Numerics, "MEMRECLAIM_NUMERICS", env.get("MEMRECLAIM_NUMERICS", Numerics.IDENTICAL)),
+            targets=_targets(env.get("MEMRECLAIM_TARGETS", "wo_a")),
+            draft=_switch("MEMRECLAIM_DRAFT", env.get("MEMRECLAIM_DRAFT", "on")),
+            on_mismatch=_choice(OnMismatch, "MEMRECLAIM_ON_MISMATCH", env.get("MEMRECLAIM_ON_MISMATCH", OnMismatch.KEEP)),
+            http=_address(env.get("MEMRECLAIM_HTTP", "off")),
+            log_format=_choice(LogFormat, "MEMRECLAIM_LOG_FORMAT", env.get("MEMRECLAIM_LOG_FORMAT", LogFormat.HOST)),
+        )
+
+
+_VARIABLES = frozenset(
+    _PREFIX + name for name in ("NUMERICS", "TARGETS", "DRAFT", "ON_MISMATCH", "HTTP", "LOG_FORMAT")
+)
+
+
+def _choice(kind: type[_Choice], variable: str, value: str) -> _Choice:
+    try:
+        return kind(value)
+    except ValueError:
+        raise ConfigError(variable, f"{value!r} is none of {', '.join(kind)}") from None
+
+
+def _switch(variable: str, value: str) -> bool:
+    if value not in ("on", "off"):
+        raise ConfigError(variable, f"{value!r} is none of on, off")
+    return value == "on"
+
+
+def _targets(value: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in value.split(","))
+    if not all(name.isidentifier() for name in names):
+        raise ConfigError("MEMRECLAIM_TARGETS", f"{value!r} is not a comma-separated list of module names")
+    return names
+
+
+def _address(value: str) -> tuple[str, int] | None:
+    if value == "off":
+        return None
+    host, colon, port = value.rpartition(":")
+    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:  # noqa: PLR2004
+        raise ConfigError("MEMRECLAIM_HTTP", f"{value!r} is neither off nor host:port")
+    return host.strip("[]"), int(port)
