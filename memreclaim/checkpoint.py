@@ -169,8 +169,8 @@ class Checkpoint:
             raise CheckpointError(index, "has no weight_map of tensor and file names")
         chosen = {name: file for name, file in entries.items() if wanted is None or wanted(name)}
         for file in sorted(set(chosen.values())):
-            if Path(file).name != file:
-                raise CheckpointError(index, f"{file!r} is not the name of a file beside it")
+            if Path(file).name != file or not file.endswith(".safetensors") or not file.isprintable():
+                raise CheckpointError(index, f"{file!r} is not the name of a safetensors file beside it")
         self._open_shards([index.parent / file for file in sorted(set(chosen.values()))], chosen.__contains__)
         for name, file in chosen.items():
             if name not in self._infos or self._infos[name].file.name != file:

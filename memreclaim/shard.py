@@ -168,8 +168,8 @@ def _size(file: Path) -> int:
     """Bytes of a regular file; asked before it is opened, since opening a pipe would wait for its writer."""
     try:
         status = file.stat()
-    except OSError as error:
-        raise CheckpointError(file, error.strerror or str(error)) from error
+    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
+        raise CheckpointError(file, getattr(error, "strerror", None) or str(error)) from error
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(file, "not a regular file")
     return status.st_size
