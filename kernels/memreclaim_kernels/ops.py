@@ -29,6 +29,9 @@ _library.define("encode(Tensor weight) -> (Tensor, Tensor)")
 _library.define("prove(Tensor codes, Tensor exponents, Tensor weight) -> Tensor")
 _library.define("dequantize(Tensor codes, Tensor exponents) -> Tensor")
 _library.define("grouped_projection(Tensor o, Tensor codes, Tensor exponents, str plan) -> Tensor")
+_library.define(
+    "planned_projection(Tensor o, Tensor codes, Tensor exponents, str phase, str numerics, str stock) -> Tensor"
+)
 
 
 def encode(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,6 +75,14 @@ def project(o: torch.Tensor, codes: torch.Tensor, exponents: torch.Tensor, chose
     return _grouped_projection(o, codes, exponents, chosen.key)
 
 
+def planned_projection(
+    o: torch.Tensor, codes: torch.Tensor, exponents: torch.Tensor, phase: str, numerics: str, stock: str
+) -> torch.Tensor:
+    """:func:`grouped_projection` by the plan of :func:`plan_for`, chosen when it runs: one operator in a traced graph."""
+    out: torch.Tensor = torch.ops.memreclaim.planned_projection.default(o, codes, exponents, phase, numerics, stock)
+    return out
+
+
 def plan_for(
     o: torch.Tensor,
     codes: torch.Tensor,
@@ -109,6 +120,18 @@ def _grouped_projection(o: torch.Tensor, codes: torch.Tensor, exponents: torch.T
         return o.new_empty((0, *blocks.shape_of(codes)[:2]))
     chosen, launch = _resolve(key, o.device)
     return launch(o, codes, exponents, chosen)
+
+
+def _planned_projection(
+    o: torch.Tensor,
+    codes: torch.Tensor,
+    exponents: torch.Tensor,
+    phase: plan.Phase,
+    numerics: plan.Numerics,
+    stock: plan.Stock,
+) -> torch.Tensor:
+    chosen = plan_for(o, codes, phase=phase, numerics=numerics, stock=stock)
+    return _grouped_projection(o, codes, exponents, chosen.key)
 
 
 @cache
@@ -181,6 +204,12 @@ def _dequantize_fake(codes: torch.Tensor, _exponents: torch.Tensor) -> torch.Ten
     return codes.new_empty(blocks.shape_of(codes), dtype=torch.bfloat16)
 
 
+def _planned_projection_fake(
+    o: torch.Tensor, codes: torch.Tensor, exponents: torch.Tensor, _phase: str, _numerics: str, _stock: str
+) -> torch.Tensor:
+    return _grouped_projection_fake(o, codes, exponents, "")
+
+
 def _grouped_projection_fake(o: torch.Tensor, codes: torch.Tensor, exponents: torch.Tensor, _key: str) -> torch.Tensor:
     check_operands(o, codes, exponents)
     groups, rank, _ = blocks.shape_of(codes)
@@ -192,6 +221,7 @@ for _name, _cpu, _gpu, _fake in (
     ("prove", reference.prove, _prove_cuda, _prove_fake),
     ("dequantize", reference.dequantize, _dequantize_cuda, _dequantize_fake),
     ("grouped_projection", _grouped_projection, _grouped_projection, _grouped_projection_fake),
+    ("planned_projection", _planned_projection, _planned_projection, _planned_projection_fake),
 ):
     _library.impl(_name, _cpu, "CPU")
     _library.impl(_name, _gpu, "CUDA")
