@@ -67,7 +67,12 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Take the words of the environment too (``mode="on"``), and refuse what is none of them."""
-        for name, kind in (("mode", Mode), ("numerics", Numerics), ("on_mismatch", OnMismatch), ("log_format", LogFormat)):
+        for name, kind in (
+            ("mode", Mode),
+            ("numerics", Numerics),
+            ("on_mismatch", OnMismatch),
+            ("log_format", LogFormat),
+        ):
             object.__setattr__(self, name, _choice(kind, name, getattr(self, name)))
         if not self.targets:
             raise ConfigError("targets", "name at least one target")
@@ -88,15 +93,15 @@ class Settings:
             numerics=_choice(Numerics, "MEMRECLAIM_NUMERICS", env.get("MEMRECLAIM_NUMERICS", Numerics.IDENTICAL)),
             targets=_targets(env.get("MEMRECLAIM_TARGETS", "wo_a")),
             draft=_switch("MEMRECLAIM_DRAFT", env.get("MEMRECLAIM_DRAFT", "on")),
-            on_mismatch=_choice(OnMismatch, "MEMRECLAIM_ON_MISMATCH", env.get("MEMRECLAIM_ON_MISMATCH", OnMismatch.KEEP)),
+            on_mismatch=_choice(
+                OnMismatch, "MEMRECLAIM_ON_MISMATCH", env.get("MEMRECLAIM_ON_MISMATCH", OnMismatch.KEEP)
+            ),
             http=_address(env.get("MEMRECLAIM_HTTP", "off")),
             log_format=_choice(LogFormat, "MEMRECLAIM_LOG_FORMAT", env.get("MEMRECLAIM_LOG_FORMAT", LogFormat.HOST)),
         )
 
 
-_VARIABLES = frozenset(
-    _PREFIX + name for name in ("NUMERICS", "TARGETS", "DRAFT", "ON_MISMATCH", "HTTP", "LOG_FORMAT")
-)
+_VARIABLES = frozenset(_PREFIX + name for name in ("NUMERICS", "TARGETS", "DRAFT", "ON_MISMATCH", "HTTP", "LOG_FORMAT"))
 
 
 def _choice(kind: type[_Choice], variable: str, value: str) -> _Choice:

@@ -49,6 +49,8 @@ class PoolChange:
     tokens_after: int
     bytes_per_token: float
     limited_by: str
+    head_room_bytes: int
+    """Freed bytes that the pool did not take: all of them when the operator pinned it."""
 
     @property
     def tokens_gained(self) -> int:

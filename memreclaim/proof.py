@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+
 from memreclaim_kernels import blocks, ops
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Self
 
 import torch
-from memreclaim_kernels import blocks, ops, reference
 
 from memreclaim import proof
 from memreclaim.errors import NotExact
 from memreclaim.states import Reason
+from memreclaim_kernels import blocks, ops, reference
 
 if TYPE_CHECKING:
     from memreclaim_kernels.blocks import WeightShape
@@ -120,9 +120,12 @@ def build_twin(weight: torch.Tensor, *, groups: int | None = None) -> Twin:
     grouped = raw.view(_grouped_shape(tuple(raw.shape), groups))
     twin = Twin(*ops.encode(grouped), layout=tuple(raw.shape))
     verdict = proof.prove(twin, raw)
+    # An infinity decodes to itself (256 * 2**120 overflows), so a perfect match at such a scale proves nothing.
+    suspicious = not verdict.exact or bool((twin.exponents > reference.LARGEST_SAFE_EXPONENT).any())
+    if suspicious and not _all_finite(grouped):
+        raise NotExact(Reason.NOT_FINITE, verdict.mismatched, verdict.first_mismatch)
     if not verdict.exact:
-        reason = Reason.MISMATCH if _all_finite(grouped) else Reason.NOT_FINITE
-        raise NotExact(reason, verdict.mismatched, verdict.first_mismatch)
+        raise NotExact(Reason.MISMATCH, verdict.mismatched, verdict.first_mismatch)
     return twin
 
 

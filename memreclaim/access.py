@@ -1,0 +1,187 @@
+"""How a tag answers each kind of access: refused, served, viewed, written through, or read exactly."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from memreclaim import serve
+from memreclaim.tagged import Tagged, apply_geometry, exact, tagged_in
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch._ops import OpOverload
+
+
+def answer(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+    """Run one operator that has tags among its arguments."""
+    if func.namespace != "aten":
+        return _foreign(func, args, kwargs)
+    if func is torch.ops.aten.record_stream.default:
+        # Its schema says that it writes; what it means is that a stream uses the memory that serves.
+        return args[0].memreclaim_backing.record_stream(args[1])
+    if func._can_decompose():
+        # In inference mode composite operators arrive whole; their parts come back here one by one.
+        result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+    written = _written(func, args, kwargs)
+    if written and torch.Tag.inplace_view in func.tags:
+        # t_, resize_, set_ and the like change a tensor's own shape, which a tag has only on behalf of its weight.
+        written[0].memreclaim_backing.refuse(str(func))
+    if written:
+        return _write(func, args, kwargs, written)
+    if func.is_view:
+        return _view(func, args, kwargs)
+    served = serve.product(func, args)
+    return _read(func, args, kwargs) if served is None else served
+
+
+def _foreign(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+    """An operator outside aten may hand the pointer to anything: only kept bf16 weights go in."""
+    written = {id(tag) for tag in _written(func, args, kwargs)}
+    for tag in tagged_in(args, kwargs):
+        backing = tag.memreclaim_backing
+        if backing.released:
+            backing.refuse(str(func))
+        if id(tag) in written:
+            backing.make_dense()
+    return _read(func, args, kwargs)
+
+
+def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tagged]:
+    """Tags that stand where the schema says the operator writes."""
+    found: list[Tagged] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        found += [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tagged)]
+    return found
+
+
+def _write(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tagged]) -> Any:  # noqa: ANN401
+    """Bring the bf16 weight back, then write into it; the written tags are what the operator returns."""
+    targets: dict[int, tuple[torch.Tensor, Tagged]] = {}
+    for tag in written:
+        dense = tag.memreclaim_backing.make_dense()
+        targets[id(tag)] = (apply_geometry(dense.detach(), tag.memreclaim_geometry), tag)
+
+    def substitute(leaf: object) -> object:
+        if id(leaf) in targets:
+            return targets[id(leaf)][0]
+        return _exact(leaf, str(func))
+
+    result = func(*pytree.tree_map(substitute, args), **pytree.tree_map(substitute, kwargs))
+    back = {id(target): tag for target, tag in targets.values()}
+    return pytree.tree_map(lambda leaf: back.get(id(leaf), leaf), result)
+
+
+def _view(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+    """Let aten compute the view's geometry on meta tensors; a view of a restored weight is a plain one."""
+    parent = next(iter(tagged_in(args, kwargs)))
+    if parent.memreclaim_backing.twin is None:
+        return _read(func, args, kwargs)
+    if func is torch.ops.aten._reshape_alias.default:
+        # Its strides were derived from the tag's own, which are 0; aten's view finds those of the geometry.
+        func, args = torch.ops.aten.view.default, args[:2]
+    try:
+        geometry = func(*pytree.tree_map(_meta, args), **pytree.tree_map(_meta, kwargs))
+    except RuntimeError:
+        # Not a view of this geometry (reshape of a transposed weight): what aten would have copied is copied.
+        if func is not torch.ops.aten.view.default:
+            raise
+        return exact(parent, str(func)).reshape(args[1])
+    return pytree.tree_map(
+        lambda leaf: parent.memreclaim_view(leaf) if isinstance(leaf, torch.Tensor) else leaf, geometry
+    )
+
+
+def _meta(leaf: object) -> object:
+    return leaf.memreclaim_geometry if isinstance(leaf, Tagged) else leaf
+
+
+def _read(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+    """Run the operator on the exact bf16 values."""
+    name = str(func)
+    return func(
+        *pytree.tree_map(lambda leaf: _exact(leaf, name), args),
+        **pytree.tree_map(lambda leaf: _exact(leaf, name), kwargs),
+    )
+
+
+def _exact(leaf: object, operation: str) -> object:
+    return exact(leaf, operation) if isinstance(leaf, Tagged) else leaf
+
+
+def _values(method: str) -> Callable[..., Any]:
+    """Call a tensor method on the exact values."""
+
+    def call(tag: Tagged, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        return getattr(exact(tag, method).detach(), method)(*args, **kwargs)
+
+    return call
+
+
+def _writes(method: str) -> Callable[..., Any]:
+    """Call a tensor method that writes element by element on the restored weight."""
+
+    def call(tag: Tagged, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        dense = tag.memreclaim_backing.make_dense()
+        getattr(apply_geometry(dense.detach(), tag.memreclaim_geometry), method)(*args, **kwargs)
+        return tag
+
+    return call
+
+
+def _raw(method: str) -> Callable[..., Any]:
+    """Refuse raw memory of a released weight; raw access to a kept one ends the twin, since it may write unseen."""
+
+    def call(tag: Tagged, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        backing = tag.memreclaim_backing
+        assert isinstance(tag, torch.Tensor)
+        if backing.released or tag.stride() != tag.memreclaim_geometry.stride():
+            backing.refuse(method)
+        value = getattr(apply_geometry(backing.make_dense().detach(), tag.memreclaim_geometry), method)
+        return value(*args, **kwargs) if callable(value) else value
+
+    return call
+
+
+def _untyped_storage(tag: Tagged) -> torch.UntypedStorage:
+    """The bytes that a released weight still takes, for those who count them, without the bytes themselves."""
+    assert isinstance(tag, torch.Tensor)
+    if not tag.memreclaim_backing.released:
+        storage: torch.UntypedStorage = _raw("untyped_storage")(tag)
+        return storage
+    return torch.UntypedStorage(tag.element_size(), device="meta")
+
+
+def _set_data(tag: Tagged, value: torch.Tensor) -> None:
+    """``weight.data = value``: the layer is restored, then its parameters take the new storage."""
+    tag.memreclaim_backing.replace_data(value)
+
+
+BEYOND_DISPATCH: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.numpy: _values("numpy"),
+    torch.Tensor.tolist: _values("tolist"),
+    torch.Tensor.__array__: _values("__array__"),
+    torch.Tensor.apply_: _writes("apply_"),
+    torch.Tensor.map_: _writes("map_"),
+    torch.Tensor.map2_: _writes("map2_"),
+    torch.Tensor.data_ptr: _raw("data_ptr"),
+    torch.Tensor.const_data_ptr: _raw("const_data_ptr"),
+    torch.Tensor.__dlpack__: _raw("__dlpack__"),
+    torch.Tensor.__cuda_array_interface__.__get__: _raw("__cuda_array_interface__"),  # type: ignore[attr-defined]
+    torch.Tensor.storage: _raw("storage"),
+    torch.Tensor._typed_storage: _raw("storage"),
+    torch.Tensor.share_memory_: _raw("share_memory_"),
+    torch.Tensor.untyped_storage: _untyped_storage,
+    torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    torch.Tensor.__deepcopy__: lambda tag, memo: type(tag).__deepcopy__(tag, memo),
+    torch.Tensor.__reduce_ex__: lambda tag, protocol: type(tag).__reduce_ex__(tag, protocol),
+}
+"""What tensors can do without an operator, by the function that ``__torch_function__`` is given."""
