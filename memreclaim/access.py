@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload
 
 
-def answer(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+def answer(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one operator that has tags among its arguments."""
     if func.namespace != "aten":
         return _foreign(func, args, kwargs)
@@ -40,7 +40,7 @@ def answer(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return _read(func, args, kwargs) if served is None else served
 
 
-def _foreign(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+def _foreign(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An operator outside aten may hand the pointer to anything: only kept bf16 weights go in."""
     written = {id(tag) for tag in _written(func, args, kwargs)}
     for tag in tagged_in(args, kwargs):
@@ -63,7 +63,7 @@ def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return found
 
 
-def _write(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tagged]) -> Any:  # noqa: ANN401
+def _write(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tagged]) -> Any:
     """Bring the bf16 weight back, then write into it; the written tags are what the operator returns."""
     targets: dict[int, tuple[torch.Tensor, Tagged]] = {}
     for tag in written:
@@ -80,7 +80,7 @@ def _write(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], writ
     return pytree.tree_map(lambda leaf: back.get(id(leaf), leaf), result)
 
 
-def _view(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+def _view(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Let aten compute the view's geometry on meta tensors; a view of a restored weight is a plain one."""
     parent = next(iter(tagged_in(args, kwargs)))
     if parent.memreclaim_backing.twin is None:
@@ -104,7 +104,7 @@ def _meta(leaf: object) -> object:
     return leaf.memreclaim_geometry if isinstance(leaf, Tagged) else leaf
 
 
-def _read(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+def _read(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the operator on the exact bf16 values."""
     name = str(func)
     return func(
@@ -120,7 +120,7 @@ def _exact(leaf: object, operation: str) -> object:
 def _values(method: str) -> Callable[..., Any]:
     """Call a tensor method on the exact values."""
 
-    def call(tag: Tagged, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def call(tag: Tagged, *args: Any, **kwargs: Any) -> Any:
         return getattr(exact(tag, method).detach(), method)(*args, **kwargs)
 
     return call
@@ -129,7 +129,7 @@ def _values(method: str) -> Callable[..., Any]:
 def _writes(method: str) -> Callable[..., Any]:
     """Call a tensor method that writes element by element on the restored weight."""
 
-    def call(tag: Tagged, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def call(tag: Tagged, *args: Any, **kwargs: Any) -> Any:
         dense = tag.memreclaim_backing.make_dense()
         getattr(apply_geometry(dense.detach(), tag.memreclaim_geometry), method)(*args, **kwargs)
         return tag
@@ -140,7 +140,7 @@ def _writes(method: str) -> Callable[..., Any]:
 def _raw(method: str) -> Callable[..., Any]:
     """Refuse raw memory of a released weight; raw access to a kept one ends the twin, since it may write unseen."""
 
-    def call(tag: Tagged, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def call(tag: Tagged, *args: Any, **kwargs: Any) -> Any:
         backing = tag.memreclaim_backing
         assert isinstance(tag, torch.Tensor)
         if backing.released or tag.stride() != tag.memreclaim_geometry.stride():
@@ -157,7 +157,8 @@ def _untyped_storage(tag: Tagged) -> torch.UntypedStorage:
     if not tag.memreclaim_backing.released:
         storage: torch.UntypedStorage = _raw("untyped_storage")(tag)
         return storage
-    return torch.UntypedStorage(tag.element_size(), device="meta")
+    nothing: torch.UntypedStorage = torch.UntypedStorage(tag.element_size(), device="meta")  # type: ignore[no-untyped-call]
+    return nothing
 
 
 def _set_data(tag: Tagged, value: torch.Tensor) -> None:
@@ -173,15 +174,15 @@ BEYOND_DISPATCH: dict[Any, Callable[..., Any]] = {
     torch.Tensor.map_: _writes("map_"),
     torch.Tensor.map2_: _writes("map2_"),
     torch.Tensor.data_ptr: _raw("data_ptr"),
-    torch.Tensor.const_data_ptr: _raw("const_data_ptr"),
+    torch.Tensor.const_data_ptr: _raw("const_data_ptr"),  # type: ignore[attr-defined]
     torch.Tensor.__dlpack__: _raw("__dlpack__"),
-    torch.Tensor.__cuda_array_interface__.__get__: _raw("__cuda_array_interface__"),  # type: ignore[attr-defined]
+    torch.Tensor.__cuda_array_interface__.__get__: _raw("__cuda_array_interface__"),
     torch.Tensor.storage: _raw("storage"),
     torch.Tensor._typed_storage: _raw("storage"),
     torch.Tensor.share_memory_: _raw("share_memory_"),
     torch.Tensor.untyped_storage: _untyped_storage,
     torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
-    torch.Tensor.__deepcopy__: lambda tag, memo: type(tag).__deepcopy__(tag, memo),
-    torch.Tensor.__reduce_ex__: lambda tag, protocol: type(tag).__reduce_ex__(tag, protocol),
+    torch.Tensor.__deepcopy__: lambda tag, memo: tag.__deepcopy__(memo),
+    torch.Tensor.__reduce_ex__: lambda tag, protocol: tag.__reduce_ex__(protocol),
 }
 """What tensors can do without an operator, by the function that ``__torch_function__`` is given."""

@@ -10,8 +10,8 @@ a twin      bf16      twin mode: served from the twin, reads and raw access go t
 None        None      moved out: restored or written, and the model has a parameter again
 =========== ========= =======================================================================
 
-Tags that outlive their backing's twin (a view that an engine cached, say) follow the model: they stand for whatever parameter
-is there now, a plain one or the tag of a later twin, and so never hold a weight's bytes themselves.
+Tags that outlive their backing's twin (a view that an engine cached, say) follow the model: they stand for whatever
+parameter is there now, a plain one or the tag of a later twin, and so never hold a weight's bytes themselves.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Home(Protocol):
     """Where in the model a weight stands."""
 
     def move_in(self, backing: Backing, dense: torch.Tensor) -> None:
-        """Put parameters over ``dense`` wherever tags of ``backing`` stand: all of them or, if something is raised, none."""
+        """Put parameters over ``dense`` wherever tags of ``backing`` stand; if it raises, none is changed."""
 
     def current(self) -> torch.Tensor:
         """The parameter that stands there now."""

@@ -91,7 +91,7 @@ def _places(model: nn.Module) -> dict[int, tuple[Site, ...]]:
 
 
 def _identity(weight: torch.Tensor) -> int:
-    """What two parameters over the same bytes have in common; the object itself where there are no bytes (meta, fake)."""
+    """What two parameters over the same bytes have in common; the object itself where there are none (meta)."""
     if weight.device.type == "meta":
         return id(weight)
     return weight.untyped_storage().data_ptr() or id(weight)

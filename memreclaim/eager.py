@@ -1,7 +1,8 @@
 """Keeping torch.compile out of the code that answers for tags.
 
-What a tag answers depends on what stands behind it at that moment, so it must run, not be traced: a compiled graph breaks
-there, the answer is computed eagerly, and the graph goes on. :func:`memreclaim.grouped_projection` traces as one operator.
+What a tag answers depends on what stands behind it at that moment, so it must run, not be traced: a compiled graph
+breaks there, the answer is computed eagerly, and the graph goes on. :func:`memreclaim.grouped_projection` traces as
+one operator.
 """
 
 from __future__ import annotations
@@ -33,5 +34,5 @@ def eager(function: Callable[_P, _R]) -> Callable[_P, _R]:
             disabled.append(dynamo.disable(function))
         return disabled[0](*args, **kwargs)
 
-    call._torchdynamo_disable = True  # type: ignore[attr-defined]  # noqa: SLF001  what torch.compiler.disable sets
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]  # what torch.compiler.disable sets
     return call

@@ -1,8 +1,8 @@
 """What memreclaim says in the log of the process that it lives in.
 
-It is a guest there: no ``structlog.configure()``, nothing on the root logger. Each event is one logfmt line in the message of a
-record of the logger ``memreclaim``, with the same fields as a dict in ``record.memreclaim`` for a JSON formatter.
-Event names are constant and in the past tense; byte and time fields carry their unit.
+It is a guest there: no ``structlog.configure()``, nothing on the root logger. Each event is one logfmt line in the
+message of a record of the logger ``memreclaim``, with the same fields as a dict in ``record.memreclaim`` for a JSON
+formatter. Event names are constant and in the past tense; byte and time fields carry their unit.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ def _layer(entry: Entry) -> dict[str, Any]:
     return {"layer": entry.name, "component": entry.component}
 
 
-def _log(level: str, event: str, **fields: Any) -> None:  # noqa: ANN401
+def _log(level: str, event: str, **fields: Any) -> None:
     if logging.getLogger(LOGGER).isEnabledFor(getattr(logging, level.upper())):
         getattr(_logger(), level)(event, **fields)
 
 
 @cache
-def _logger() -> Any:  # noqa: ANN401
+def _logger() -> Any:
     import structlog
 
     return structlog.wrap_logger(logging.getLogger(LOGGER), processors=[_render], wrapper_class=structlog.BoundLogger)

@@ -1,7 +1,8 @@
 """What each layer held, costs and freed, always read from the live model.
 
-A figure is never remembered when it can be looked up: a layer counts as reclaimed only while its tags stand in the model and
-its backing holds a twin and no bf16 weight, so a parameter that was replaced behind memreclaim's back claims nothing.
+A figure is never remembered when it can be looked up: a layer counts as reclaimed only while its tags stand in the
+model and its backing holds a twin and no bf16 weight, so a parameter that was replaced behind memreclaim's back
+claims nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from memreclaim.errors import IntegrityError
+from memreclaim.errors import IntegrityError, NotExact
 from memreclaim.snapshot import LayerReport
 from memreclaim.states import Reason, State
 from memreclaim.tag import Tag
@@ -56,24 +57,21 @@ class Ledger:
             self._entries[component, name] = entry
         return entry
 
-    def close_as(
-        self,
-        entry: Entry,
-        state: State,
-        reason: Reason | None = None,
-        *,
-        backing: Backing | None = None,
-        mismatched: int = 0,
-        first_mismatch: Mismatch | None = None,
-    ) -> None:
+    def settle(self, entry: Entry, state: State, reason: Reason | None = None, backing: Backing | None = None) -> None:
         """Write down how a layer ended up."""
         with self._lock:
             entry.state, entry.reason, entry.backing = state, reason, backing
-            entry.mismatched, entry.first_mismatch = mismatched, first_mismatch
+
+    def keep(self, entry: Entry, reason: Reason, error: Exception | None = None) -> None:
+        """Write down why a layer stays in bf16, with the mismatch that ``error`` found if it is one."""
+        with self._lock:
+            entry.state, entry.reason, entry.backing = State.KEPT, reason, None
+            if isinstance(error, NotExact):
+                entry.mismatched, entry.first_mismatch = error.mismatched, error.first_mismatch
 
     def restored(self, entry: Entry) -> None:
         """The layer's bf16 weight is back."""
-        self.close_as(entry, State.RESTORED)
+        self.settle(entry, State.RESTORED)
 
     def entries(self, component: str | None = None) -> tuple[Entry, ...]:
         """All accounts, or those of one component, in the order they were opened."""

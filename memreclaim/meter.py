@@ -1,7 +1,8 @@
 """Measuring memory: what the allocator holds, what the device has free, and the peak in between.
 
-On a GPU these are torch's caching allocator and the driver. On a CPU the "allocator" is the process itself: its anonymous
-resident memory, after the C library has given back what it can. A figure that cannot be had is None, never a guess.
+On a GPU these are torch's caching allocator and the driver. On a CPU the "allocator" is the process itself: its
+anonymous resident memory, after the C library has given back what it can. A figure that cannot be had is None, never
+a guess.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class CudaMeter:
 
 
 class ProcessMeter:
-    """This process's anonymous resident memory."""
+    """Anonymous resident memory of this process."""
 
     def __init__(self, proc: Path = _PROC) -> None:
         """Read the files below ``proc``."""

@@ -1,26 +1,29 @@
 """The proof that a twin decodes to a weight's bits.
 
-The comparison is on 16-bit patterns, so -0.0 differs from +0.0, and it runs through the decoder that serves: on a GPU one
-fused kernel that decodes in registers and compares, without a bf16 copy of the weight.
+The comparison is on 16-bit patterns, so -0.0 differs from +0.0, and it runs through the decoder that serves: on a GPU
+one fused kernel that decodes in registers and compares, without a bf16 copy of the weight.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 
+from memreclaim.errors import NotExact
+from memreclaim.states import Reason
 from memreclaim_kernels import blocks, ops
 
 if TYPE_CHECKING:
     from memreclaim.twin import Twin
 
 
-class Mismatch(tuple[int, ...]):
+class Mismatch(tuple[int, ...]):  # noqa: SLOT001  a tuple of any length cannot have slots
     """The coordinate of an element that differs, as a plain tuple, with both values.
 
-    The coordinate is in the weight's own shape: ``(row, column)`` of a 2-D weight, ``(group, row, column)`` of a 3-D one.
+    The coordinate is in the weight's own shape: ``(row, column)`` of a 2-D weight, ``(group, row, column)`` of a 3-D
+    one.
     """
 
     expected_bits: int
@@ -28,7 +31,7 @@ class Mismatch(tuple[int, ...]):
     actual_bits: int
     """16-bit pattern that the twin decodes to."""
 
-    def __new__(cls, coordinate: tuple[int, ...], expected_bits: int, actual_bits: int) -> Mismatch:
+    def __new__(cls, coordinate: tuple[int, ...], expected_bits: int, actual_bits: int) -> Self:
         """Make a coordinate that carries both bit patterns."""
         self = super().__new__(cls, coordinate)
         self.expected_bits = expected_bits
@@ -78,6 +81,13 @@ def prove(twin: Twin, weight: torch.Tensor) -> Proof:
     mismatched, first = ops.prove(twin.packed, twin.exponents, grouped).tolist()
     located = _locate(twin, weight, first) if mismatched else None
     return Proof(exact=mismatched == 0, elements=grouped.numel(), mismatched=mismatched, first_mismatch=located)
+
+
+def demand(twin: Twin, weight: torch.Tensor) -> None:
+    """Raise :class:`~memreclaim.errors.NotExact` (``mismatch``) unless :func:`prove` finds every bit equal."""
+    verdict = prove(twin, weight)
+    if not verdict.exact:
+        raise NotExact(Reason.MISMATCH, verdict.mismatched, verdict.first_mismatch)
 
 
 def _check_comparable(twin: Twin, weight: torch.Tensor) -> None:

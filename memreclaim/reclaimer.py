@@ -1,8 +1,8 @@
 """The main job: find the weights, prove a twin of each, drop the bf16 bytes, and give them to the KV pool.
 
-One layer at a time: twin, proof and swap of a layer are done before the next layer's twin is allocated, so that the most
-extra memory is one twin and 4 MiB. Building all twins first would need half of everything once more, which alone stopped
-3-node boots in the field.
+One layer at a time: twin, proof and swap of a layer are done before the next layer's twin is allocated, so that the
+most extra memory is one twin and 4 MiB. Building all twins first would need half of everything once more, which alone
+stopped 3-node boots in the field.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Reclaimer:
     ) -> Report:
         """Drop every bf16 weight of ``model`` that has an exact twin.
 
-        ``component`` names the model in reports (``target``, ``draft``). ``refused`` maps layer names to the reason an engine
-        adapter has for keeping them. Layers that are kept change nothing and raise nothing, except that
+        ``component`` names the model in reports (``target``, ``draft``). ``refused`` maps layer names to the reason
+        an engine adapter has for keeping them. Layers that are kept change nothing and raise nothing, except that
         :class:`~memreclaim.errors.NotExact` is raised for the first one without an exact twin under
         ``MEMRECLAIM_ON_MISMATCH=abort``. Whatever is raised, every layer is either whole in bf16 or proven.
         """
@@ -74,7 +74,8 @@ class Reclaimer:
     def restore(self, model: nn.Module) -> Report:
         """Make every tag of ``model`` its exact bf16 parameter again.
 
-        The pool is asked to give the bytes back first; tokens in use stay, and the weights are restored if memory allows.
+        The pool is asked to give the bytes back first; tokens in use stay, and the weights are restored if memory
+        allows.
         """
         with self._lock:
             return _Run(self, model, None).restore()
@@ -139,14 +140,14 @@ class _Run:
             if self._settings.on_mismatch is OnMismatch.ABORT:
                 raise
             return False
-        except swap.StillHeld as error:
+        except swap.StillHeldError as error:
             self._keep(entry, Reason.SHARED_STORAGE, error)
             return False
         if mode is Mode.OBSERVE:
-            self._ledger.close_as(entry, State.PROVEN, Reason.POLICY)
+            self._ledger.settle(entry, State.PROVEN, Reason.POLICY)
             return False
         state = State.RECLAIMED if mode is Mode.ON else State.PROVEN
-        self._ledger.close_as(entry, state, backing=backing)
+        self._ledger.settle(entry, state, backing=backing)
         events.layer_reclaimed(entry)
         return mode is Mode.ON
 
@@ -156,10 +157,8 @@ class _Run:
         home = swap.ModelHome(candidate.sites, lambda: self._ledger.restored(entry))
         return Backing(candidate.name, twin, home, self._settings.numerics.value)
 
-    def _keep(self, entry: Entry, reason: Reason, error: NotExact | swap.StillHeld | None = None) -> None:
-        mismatched = error.mismatched if isinstance(error, NotExact) else 0
-        first = error.first_mismatch if isinstance(error, NotExact) else None
-        self._ledger.close_as(entry, State.KEPT, reason, mismatched=mismatched, first_mismatch=first)
+    def _keep(self, entry: Entry, reason: Reason, error: NotExact | swap.StillHeldError | None = None) -> None:
+        self._ledger.keep(entry, reason, error)
         events.layer_kept(entry, str(error) if error else "")
 
     def _grow(self, freed: FreedBytes, dropped: _Sum) -> PoolChange | None:

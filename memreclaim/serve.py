@@ -1,7 +1,8 @@
 """Serving a grouped projection from a twin, at every row count.
 
-``out[t, g, r] = sum_d o[t, g, d] * weight[g, r, d]``. Which kernel serves is decided by :mod:`memreclaim_kernels.plan`; the
-fall-back, and the only path on a CPU, is to decode the twin into a buffer of the call's own and run the stock product on it.
+``out[t, g, r] = sum_d o[t, g, d] * weight[g, r, d]``. Which kernel serves is decided by
+:mod:`memreclaim_kernels.plan`; the fall-back, and the only path on a CPU, is to decode the twin into a buffer of the
+call's own and run the stock product on it.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ def grouped_projection(
 ) -> torch.Tensor:
     """Project each token's groups by their own matrix.
 
-    Shapes: ``o`` bf16 ``[T, G, D]`` with any row stride (T may be 0), ``weight`` bf16 ``[G, R, D]`` or ``[G*R, D]``, plain or a
-    tag -> bf16 ``[T, G, R]``, new and contiguous. ``phase`` is decode, verify, draft or prefill. ``stock`` says whose bits
-    ``identical`` numerics keep: ``bmm`` (cuBLAS) or ``sglang``, whose own kernels serve 1 to 8 rows.
-    Works in CUDA graph capture, on any stream, and under ``torch.compile``. Raises ``ValueError`` for an unknown phase.
+    Shapes: ``o`` bf16 ``[T, G, D]`` with any row stride (T may be 0), ``weight`` bf16 ``[G, R, D]`` or ``[G*R, D]``,
+    plain or a tag -> bf16 ``[T, G, R]``, new and contiguous. ``phase`` is decode, verify, draft or prefill. ``stock``
+    says whose bits ``identical`` numerics keep: ``bmm`` (cuBLAS) or ``sglang``, whose own kernels serve 1 to 8 rows.
+    Works in CUDA graph capture, on any stream, and under ``torch.compile``. Raises ``ValueError`` for an unknown
+    phase.
     """
     phase = Phase(phase)
     if isinstance(weight, Tagged):
@@ -56,8 +58,8 @@ def _serve(o: torch.Tensor, twin: Twin, phase: Phase, numerics: plan.Numerics, s
 def product(func: OpOverload, args: tuple[Any, ...]) -> torch.Tensor | None:
     """Serve aten's ``bmm(x, weight^T)`` or ``mm(x, weight^T)`` of a whole tag from its twin; None for anything else.
 
-    These two are what ``einsum``, ``matmul`` and ``linear`` become. The phase is unknown here, so the stock path's bits are
-    kept whatever the settings allow.
+    These two are what ``einsum``, ``matmul`` and ``linear`` become. The phase is unknown here, so the stock path's
+    bits are kept whatever the settings allow.
     """
     if func not in _PRODUCTS or not isinstance(args[1], Tagged) or isinstance(args[0], Tagged):
         return None

@@ -1,7 +1,7 @@
 """Frozen views of what memreclaim did: the one thing that metrics, HTTP, CLI and reports read.
 
-``gross``, ``twin`` and ``net`` overlap (net = gross - twin) and must not be added. ``freed`` gives the same gross in three
-measures; they are alternatives as well.
+``gross``, ``twin`` and ``net`` overlap (net = gross - twin) and must not be added. ``freed`` gives the same gross in
+three measures; they are alternatives as well.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from memreclaim.states import Reason, State
-
 if TYPE_CHECKING:
     from memreclaim.kvpool import PoolChange
     from memreclaim.proof import Mismatch
+    from memreclaim.states import Reason, State
 
 SCHEMA_VERSION = 1
 

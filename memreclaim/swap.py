@@ -4,8 +4,8 @@ Dropping goes through these steps; a failure in any of them puts the very same p
 
 1. Tags are made, and put where the weight stood: from here on new readers are served by the twin.
 2. The device is synchronised, so that no kernel in flight on another stream still reads the bf16 bytes.
-3. memreclaim waits until it is the weight's only owner. A reader that began before step 1 finishes; anything that goes on
-   holding the bytes (a cached copy, a loader's list) means that dropping would free nothing.
+3. memreclaim waits until it is the weight's only owner. A reader that began before step 1 finishes; anything that
+   goes on holding the bytes (a cached copy, a loader's list) means that dropping would free nothing.
 4. The twin is proven against the weight once more: as the only owner, nothing can have written since.
 5. The last reference goes, and the storage must be gone with it. If it is not, it is taken back alive.
 """
@@ -23,8 +23,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memreclaim import proof
-from memreclaim.errors import NotExact, SwapError
-from memreclaim.states import Reason
+from memreclaim.errors import SwapError
 from memreclaim.tag import Tag, TagView, make_tag, parameter_like
 from memreclaim.tagged import exact
 
@@ -35,20 +34,21 @@ if TYPE_CHECKING:
     from memreclaim.discover import Candidate, Site
 
 DRAIN_SECONDS = 0.5
-"""How long a reader that holds the weight may take to finish before the layer is kept. A forward pass of one layer takes
-under a millisecond on a GPU and about 0.1 s on a CPU."""
+"""How long a reader that holds the weight may take to finish before the layer is kept. A forward pass of one layer
+takes under a millisecond on a GPU and about 0.1 s on a CPU."""
 _POLL_SECONDS = 0.002
 
 
-class StillHeld(SwapError):
+class StillHeldError(SwapError):
     """Something else holds the weight's bytes."""
 
 
 def drop(candidate: Candidate, backing: Backing) -> None:
     """Swap ``candidate``'s weight for tags of ``backing`` and release its bytes.
 
-    Raises :class:`StillHeld` when something else holds the storage and :class:`NotExact` when the weight was written after
-    its twin was proven; whatever is raised, the model then has its own parameters again, the same objects.
+    Raises :class:`StillHeldError` when something else holds the storage and :class:`NotExact` when the weight was
+    written after its twin was proven; whatever is raised, the model then has its own parameters again, the same
+    objects.
     """
     with backing.lock:
         held = _take(candidate, backing)
@@ -73,9 +73,7 @@ def _take(candidate: Candidate, backing: Backing) -> list[nn.Parameter]:
         _put(candidate.sites, tags)
         _synchronize(held[0].device)
         _wait_for_sole_ownership(held)
-        verdict = proof.prove(twin, held[0])
-        if not verdict.exact:
-            raise NotExact(Reason.MISMATCH, verdict.mismatched, verdict.first_mismatch)
+        proof.demand(twin, held[0])
     except BaseException:
         _put(candidate.sites, held)
         backing.abandon()
@@ -93,7 +91,7 @@ def _put(sites: Sequence[Site], parameters: Sequence[nn.Parameter]) -> None:
     for site, parameter in zip(sites, parameters, strict=True):
         site.set(parameter)
         if isinstance(parameter, Tag) and _exact_state not in site.module._state_dict_hooks.values():
-            site.module.register_state_dict_post_hook(_exact_state)
+            site.module.register_state_dict_post_hook(_exact_state)  # type: ignore[no-untyped-call]
 
 
 def _exact_state(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
@@ -118,7 +116,7 @@ def _wait_for_sole_ownership(held: list[nn.Parameter]) -> None:
     while _owners(held) != control:
         if time.monotonic() > deadline:
             message = f"the weight's storage has other owners ({_describe_owners(held)})"
-            raise StillHeld(message)
+            raise StillHeldError(message)
         time.sleep(_POLL_SECONDS)
 
 
@@ -126,7 +124,7 @@ def _owners(held: list[nn.Parameter]) -> list[tuple[int, int]]:
     """Python references and C++ references of each parameter, and owners of the storage, seen from this frame."""
     counts = [(sys.getrefcount(parameter), parameter._use_count()) for parameter in held]  # type: ignore[attr-defined]
     storage = held[0].untyped_storage()
-    counts.append((torch._C._storage_Use_Count(storage._cdata), 0))  # type: ignore[attr-defined]
+    counts.append((torch._C._storage_Use_Count(storage._cdata), 0))
     return counts
 
 
@@ -147,18 +145,19 @@ def _describe_owners(held: list[nn.Parameter]) -> str:
 
 def _release(sites: Sequence[Site], held: list[nn.Parameter], backing: Backing) -> None:
     """Step 5: let go of the last references, and take the storage back if somebody got hold of it meanwhile."""
-    watch = StorageWeakRef(held[0].untyped_storage())
+    watch = StorageWeakRef(held[0].untyped_storage())  # type: ignore[no-untyped-call]
     parameters = [weakref.ref(parameter) for parameter in held]
     rebuild = _rebuilders(held)
     held.clear()
-    storage = None if watch.expired() else torch.UntypedStorage._new_with_weak_ptr(watch.cdata)
+    gone = watch.expired()  # type: ignore[no-untyped-call]
+    storage = None if gone else torch.UntypedStorage._new_with_weak_ptr(watch.cdata)
     if storage is None:
         return
     restored = [reference() or make(storage) for reference, make in zip(parameters, rebuild, strict=True)]
     _put(sites, restored)
     backing.abandon()
     message = "the weight's storage outlived its last known owner"
-    raise StillHeld(message)
+    raise StillHeldError(message)
 
 
 def _rebuilders(held: Sequence[nn.Parameter]) -> list[Callable[[torch.UntypedStorage], nn.Parameter]]:

@@ -1,11 +1,13 @@
 """The stand-in for a weight whose bf16 bytes are released.
 
-A :class:`Tag` is an ``nn.Parameter`` of the weight's shape, dtype and device whose strides are all 0 and whose storage is one
-element of its own, a NaN. Nothing may ever read that NaN, so every way to a tensor's values is closed or answered:
+A :class:`Tag` is an ``nn.Parameter`` of the weight's shape, dtype and device whose strides are all 0 and whose
+storage is one element of its own, a NaN. Nothing may ever read that NaN, so every way to a tensor's values is closed
+or answered:
 
-1. ``__torch_dispatch__`` sees every operator, from Python and from C++. aten's are answered by what their schema says they do
-   (view, write, product, read), never by a list of names; others are refused.
-2. ``__torch_function__`` sees what never becomes an operator: ``numpy``, ``data_ptr``, DLPack, pickling, ``.data = ...``.
+1. ``__torch_dispatch__`` sees every operator, from Python and from C++. aten's are answered by what their schema says
+   they do (view, write, product, read), never by a list of names; others are refused.
+2. ``__torch_function__`` sees what never becomes an operator: ``numpy``, ``data_ptr``, DLPack, pickling, ``.data =
+   ...``.
 3. The storage refuses a raw pointer in C++ too, for extensions that take a tensor and call ``data_ptr()`` themselves.
 
 Views of tags are :class:`TagView`, no parameters, with the same twin behind them. How each access is answered stands in
@@ -14,7 +16,7 @@ Views of tags are :class:`TagView`, no parameters, with the same twin behind the
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 from torch import nn
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 class _Answered(Tagged):
     """The hooks through which torch asks a tag."""
 
-    def __new__(cls, *_args: object, **_kwargs: object) -> NoReturn:  # type: ignore[misc]
+    def __new__(cls, *_args: object, **_kwargs: object) -> Self:
         """Refuse: a tag without a backing would stand for nothing."""
         message = "tags are made by memreclaim.Reclaimer"
         raise TypeError(message)
@@ -47,7 +49,7 @@ class _Answered(Tagged):
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401
+    ) -> Any:
         """Answer what never reaches the dispatcher, and pass the rest on to it."""
         del types
         answer = access.BEYOND_DISPATCH.get(func)
@@ -60,7 +62,7 @@ class _Answered(Tagged):
     @eager
     def __torch_dispatch__(
         cls, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:  # noqa: ANN401
+    ) -> Any:
         """Answer one operator by what its schema says it does."""
         del types
         return access.answer(func, args, kwargs or {})
@@ -70,7 +72,7 @@ class _Answered(Tagged):
         return _make(TagView, self.memreclaim_backing, geometry, self.device, requires_grad=False)
 
     @eager
-    def view(self, *shape: Any) -> torch.Tensor:  # noqa: ANN401
+    def view(self, *shape: Any) -> torch.Tensor:
         """View as in torch; regrouping a weight is cached, since engines do it on every call."""
         cached = self.memreclaim_views.get(shape)
         if cached is not None and self.memreclaim_backing.twin is not None:
@@ -93,11 +95,12 @@ class TagView(_Answered, torch.Tensor):  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """An independent tensor with the exact values."""
-        return memo.setdefault(id(self), exact(self, "deepcopy").clone())
+        copy = memo[id(self)] = exact(self, "deepcopy").clone()
+        return copy
 
-    def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401
+    def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as the plain tensor that the view stands for."""
-        return exact(self, "pickle").clone().__reduce_ex__(protocol)
+        return exact(self, "pickle").clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 class Tag(_Answered, nn.Parameter):  # type: ignore[misc]
@@ -105,11 +108,12 @@ class Tag(_Answered, nn.Parameter):  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """An independent parameter with the exact values."""
-        return memo.setdefault(id(self), parameter_like(self, exact(self, "deepcopy").clone()))
+        copy = memo[id(self)] = parameter_like(self, exact(self, "deepcopy").clone())
+        return copy
 
-    def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401
+    def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle, and ``torch.save``, as the parameter that the tag stands for."""
-        return parameter_like(self, exact(self, "pickle")).__reduce_ex__(protocol)
+        return parameter_like(self, exact(self, "pickle")).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 _T = TypeVar("_T", bound=_Answered)
@@ -145,7 +149,7 @@ def _make(cls: type[_T], backing: Backing, geometry: torch.Tensor, device: torch
     with torch.inference_mode(mode=False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         dense = backing.dense
         shown = _nothing(geometry, device) if dense is None else apply_geometry(dense, geometry)
-        tag: _T = torch.Tensor._make_subclass(cls, shown, requires_grad)  # type: ignore[arg-type]
+        tag: _T = torch.Tensor._make_subclass(cls, shown, requires_grad)  # type: ignore[type-var]
     tag.memreclaim_backing = backing
     tag.memreclaim_geometry = geometry
     tag.memreclaim_whole = is_whole(geometry, twin.shape)
@@ -156,7 +160,7 @@ def _make(cls: type[_T], backing: Backing, geometry: torch.Tensor, device: torch
 def _nothing(geometry: torch.Tensor, device: torch.device) -> torch.Tensor:
     """One NaN in all places, whose storage raises when its pointer is taken."""
     nan = torch.full((1,), float("nan"), dtype=geometry.dtype, device=device)
-    torch._C._set_throw_on_mutable_data_ptr(nan)  # type: ignore[attr-defined]
+    torch._C._set_throw_on_mutable_data_ptr(nan)
     return nan.as_strided(geometry.shape, (0,) * geometry.dim())
 
 

@@ -1,7 +1,8 @@
 """What tags and their views have in common: a backing, and a geometry over the contiguous bf16 weight.
 
-The geometry is the shape, strides and offset that the tensor would have as a view of the bf16 weight. It is kept as a meta
-tensor, so that aten itself computes every view of a view, and a read applies it to the exact weight with one ``as_strided``.
+The geometry is the shape, strides and offset that the tensor would have as a view of the bf16 weight. It is kept as a
+meta tensor, so that aten itself computes every view of a view, and a read applies it to the exact weight with one
+``as_strided``.
 """
 
 from __future__ import annotations

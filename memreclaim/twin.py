@@ -1,7 +1,7 @@
 """The fp8 twin of a bf16 weight: e4m3 codes and one exponent byte per 32x32 block.
 
-A twin costs one byte an element and one byte a block. Its values are ``code * 2**(exponent - 127)``, rounded once to bf16,
-which is what an engine computes when it loads such a weight from an fp8 checkpoint.
+A twin costs one byte an element and one byte a block. Its values are ``code * 2**(exponent - 127)``, rounded once to
+bf16, which is what an engine computes when it loads such a weight from an fp8 checkpoint.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Twin:
     def __init__(self, packed: torch.Tensor, exponents: torch.Tensor, layout: tuple[int, ...] | None = None) -> None:
         """Wrap codes in storage order and their exponents; use :func:`build_twin` or :meth:`from_checkpoint`.
 
-        Shapes: ``packed`` uint8 ``[G, R/16, D/32, 512]``, ``exponents`` uint8 ``[G, R/32, D/32]``. ``layout`` is the shape
-        that :meth:`dequantize` returns, ``[G, R, D]`` when left out.
+        Shapes: ``packed`` uint8 ``[G, R/16, D/32, 512]``, ``exponents`` uint8 ``[G, R/32, D/32]``. ``layout`` is the
+        shape that :meth:`dequantize` returns, ``[G, R, D]`` when left out.
         """
         shape = blocks.shape_of(packed)
         if exponents.shape != (shape.groups, shape.rank // blocks.BLOCK, shape.depth // blocks.BLOCK):
@@ -46,8 +46,8 @@ class Twin:
 
         Shapes: ``codes`` float8_e4m3fn ``[R, D]`` (``groups`` times ``R/groups`` rows, group-major) or ``[G, R, D]``;
         ``scales`` float8_e8m0fnu, or float32 powers of two, ``[R/b, D/b]`` (or ``[G, R/b, D/b]``) with b = 32 or 128.
-        Raises :class:`NotExact` for NaN codes, scales that are NaN, not a power of two or outside ``2**-127 .. 2**127``, and
-        for values that overflow bf16; ``ValueError`` for shapes and dtypes that are none of these.
+        Raises :class:`NotExact` for NaN codes, scales that are NaN, not a power of two or outside ``2**-127 ..
+        2**127``, and for values that overflow bf16; ``ValueError`` for shapes and dtypes that are none of these.
         """
         natural = _as_code_bytes(codes)
         layout = tuple(natural.shape)
