@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from memreclaim import discover, events, swap
+from memreclaim import discover, events, serve, swap
 from memreclaim.backing import Backing
 from memreclaim.config import Mode, OnMismatch, Settings
 from memreclaim.errors import NotExact, PoolError
@@ -111,6 +111,7 @@ class _Run:
             elif self._one(candidate, entry):
                 dropped.add(entry)
         peak = self._meter.peak()
+        self._verify_kernels()
         self._meter.settle()
         freed = FreedBytes(
             nominal=dropped.gross,
@@ -118,6 +119,13 @@ class _Run:
             device=_fallen(self._meter.free(), free, dropped.twin),
         )
         return self._report("reclaimed", freed, _above(peak, allocated), self._grow(freed, dropped))
+
+    def _verify_kernels(self) -> None:
+        """Compare kernels with the stock path now: what the check allocates is less than what was just released."""
+        for tag in _tags(self._model):
+            twin = tag.memreclaim_backing.twin
+            if twin is not None:
+                serve.verify_kernels(twin.shape, twin.device, tag.memreclaim_backing.numerics)
 
     def _policy(self) -> Reason | None:
         """Why nothing may be dropped just now."""

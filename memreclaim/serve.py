@@ -7,6 +7,7 @@ call's own and run the stock product on it.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from memreclaim.tagged import Tagged, apply_geometry, exact, is_whole
 from memreclaim_kernels import ops, plan, reference
 
 if TYPE_CHECKING:
+    from memreclaim_kernels.blocks import WeightShape
     from torch._ops import OpOverload
 
     from memreclaim.twin import Twin
@@ -53,6 +55,22 @@ def _serve(o: torch.Tensor, twin: Twin, phase: Phase, numerics: plan.Numerics, s
     chosen = ops.plan_for(o, twin.packed, phase=phase.value, numerics=numerics, stock=stock)
     counters.calls.add(chosen.path, phase)
     return ops.project(o, twin.packed, twin.exponents, chosen)
+
+
+def verify_kernels(shape: WeightShape, device: torch.device, numerics: plan.Numerics) -> None:
+    """Let kernels serve weights of ``shape``: compare each with the stock path on ``device``, once per process.
+
+    Until this was done, and where a bit differs, calls decode the twin and run the stock product. Nothing to do on a CPU.
+    """
+    if device.type == "cuda":
+        _verify_kernels(shape, device, numerics)
+
+
+@cache
+def _verify_kernels(shape: WeightShape, device: torch.device, numerics: plan.Numerics) -> None:
+    from memreclaim_kernels import selfcheck
+
+    selfcheck.check(shape, device, numerics=numerics)
 
 
 def product(func: OpOverload, args: tuple[Any, ...]) -> torch.Tensor | None:
