@@ -132,9 +132,11 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """Which share of the output groups a rank has; ``o_groups`` is padded up to a multiple of ``size``.
+    """Which share of the output groups a rank has.
 
-    Sources differ on what stands in a padded group of ``wo_a``: zeros, or the last group again.
+    A share that does not come out even is padded to a power of two, as the published three-rank set-up does (8 groups to
+    12, so that the third rank's are all padding). Sources differ on what stands in a padded group of ``wo_a``: zeros, or
+    the last group again.
     """
 
     rank: int = 0
@@ -150,4 +152,6 @@ class TensorParallel:
 
     def local_groups(self, groups: int) -> int:
         """Groups on each rank: 2 of 8 on four ranks, 4 of 8 (padded to 12) on three."""
-        return -(-groups // self.size)
+        if groups % self.size == 0:
+            return groups // self.size
+        return 1 << (groups // self.size).bit_length()

@@ -49,6 +49,11 @@ class Extent:
         """Page numbers in this extent."""
         return range(self.first_page, self.first_page + self.latents.shape[1])
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+        return self.latents.nbytes
+
 
 @dataclass(frozen=True, eq=False)
 class Run:

@@ -1,7 +1,8 @@
 """Paged latent-KV pool that grows and shrinks while requests are in flight.
 
 Growing adds extents and never moves a page, so a page table stays valid for the life of its request; shrinking gives
-back whole extents that nobody uses, newest first.
+back whole extents that were grown and that nobody uses, newest first. What the pool started with stays: it was sized
+while all weights were bf16.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class PagedPool:
         if capacity_tokens < self.page_tokens:
             raise ConfigError("capacity_tokens", f"{capacity_tokens} is less than a page of {self.page_tokens}")
         self.changed = Condition()
-        """Notified when pages become free; its lock guards all bookkeeping here."""
+        """Notified when pages come, go or become free; its lock guards all bookkeeping here."""
         self._device = torch.device(device)
         self._layers, self._width = config.cache_layers, config.head_dim
         self._pinned = pinned
@@ -50,6 +51,7 @@ class PagedPool:
         self._free: list[int] = []
         self._used: set[int] = set()
         self._add(capacity_tokens // self.page_tokens)
+        self._first_grown = self._next_page
 
     @property
     def page_tokens(self) -> int:
@@ -131,28 +133,27 @@ class PagedPool:
         return pages * self.page_tokens
 
     def shrink(self, n_bytes: int) -> int:
-        """Give back at least ``n_bytes`` in whole extents that nobody uses, newest first; returns the bytes given back.
+        """Give back at least ``n_bytes`` of what was grown, in whole extents that nobody uses; returns the bytes.
 
-        An idle pool gives back what it has when that is less. Raises :class:`PoolError` when requests hold pages that
-        stand in the way of the whole of it; the pool is then as it was.
+        That is less when less was grown. Raises :class:`PoolError` when requests hold pages that stand in the way; the
+        pool is then as it was.
         """
         _check_bytes(n_bytes)
         with self.changed:
-            idle: list[Extent] = []
-            given_back = 0
-            for extent in reversed(self._extents):
-                if given_back >= n_bytes:
+            grown = [extent for extent in self._extents if extent.first_page >= self._first_grown]
+            wanted = min(n_bytes, sum(extent.nbytes for extent in grown))
+            leaving: list[Extent] = []
+            for extent in reversed(grown):
+                if sum(e.nbytes for e in leaving) >= wanted:
                     break
                 if self._used.isdisjoint(extent.pages):
-                    idle.append(extent)
-                    given_back += extent.latents.nbytes
-            if given_back < n_bytes and self._used:
-                message = (
-                    f"{n_bytes} bytes asked back, {given_back} are in extents that no request uses; "
-                    f"{len(self._used) * self.page_tokens} tokens are in use"
-                )
+                    leaving.append(extent)
+            given_back = sum(extent.nbytes for extent in leaving)
+            if given_back < wanted:
+                message = f"{wanted} bytes were asked back, {wanted - given_back} of them hold tokens of running requests"
                 raise PoolError(message)
-            self._drop(idle)
+            self._drop(leaving)
+            self.changed.notify_all()
         return given_back
 
     def read(self, layer: int, table: PageTable, n_tokens: int) -> torch.Tensor:

@@ -177,17 +177,22 @@ class Server:
             self._running.clear()
 
     def _admissible(self) -> bool:
-        """Whether the request that has waited longest fits; nobody overtakes it."""
-        if not self._waiting or self.running >= self.max_running or self._closing:
+        """Whether the request that has waited longest can leave the queue; nobody overtakes it."""
+        if not self._waiting or self._closing:
             return False
-        return self.tokens_for(self._waiting[0]) <= self.pool.free_tokens
+        needed = self.tokens_for(self._waiting[0])
+        fits = needed <= self.pool.free_tokens and self.running < self.max_running
+        return fits or needed > self.pool.capacity_tokens
 
     def _admit(self) -> None:
         with self._changed:
             while self._admissible():
                 request = self._waiting.popleft()
                 request.table = self.pool.allocate(self.tokens_for(request))
-                self._unread.append(request)
+                if request.table is None:
+                    request.finish(PoolError("the pool shrank below what the request needs"))
+                else:
+                    self._unread.append(request)
 
     def _prefill(self) -> None:
         lengths = accumulate(len(request.prompt) for request in self._unread)
