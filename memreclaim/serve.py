@@ -18,10 +18,10 @@ from memreclaim.tagged import Tagged, apply_geometry, exact, is_whole
 from memreclaim_kernels import ops, plan, reference
 
 if TYPE_CHECKING:
-    from memreclaim_kernels.blocks import WeightShape
     from torch._ops import OpOverload
 
     from memreclaim.twin import Twin
+    from memreclaim_kernels.blocks import WeightShape
 
 STOCK = "stock"
 """Path name of a call that was served from bf16."""
@@ -60,7 +60,7 @@ def _serve(o: torch.Tensor, twin: Twin, phase: Phase, numerics: plan.Numerics, s
 def verify_kernels(shape: WeightShape, device: torch.device, numerics: plan.Numerics) -> None:
     """Let kernels serve weights of ``shape``: compare each with the stock path on ``device``, once per process.
 
-    Until this was done, and where a bit differs, calls decode the twin and run the stock product. Nothing to do on a CPU.
+    Until this was done, and where a bit differs, calls decode the twin and run the stock product. A CPU needs none.
     """
     if device.type == "cuda":
         _verify_kernels(shape, device, numerics)
