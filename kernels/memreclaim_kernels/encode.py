@@ -60,7 +60,5 @@ def encode(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     codes = torch.empty((groups, row_tiles, col_tiles, blocks.TILE_BYTES), dtype=torch.uint8, device=weight.device)
     exponents = torch.empty((groups, row_tiles // 2, col_tiles), dtype=torch.uint8, device=weight.device)
     grid = (triton.cdiv(col_tiles, _COLS), rank // blocks.BLOCK, groups)
-    _encode_kernel[grid](
-        weight.view(torch.int16), codes, exponents, row_tiles, col_tiles, _COLS, num_warps=_WARPS
-    )
+    _encode_kernel[grid](weight.view(torch.int16), codes, exponents, row_tiles, col_tiles, _COLS, num_warps=_WARPS)
     return codes, exponents

@@ -1,4 +1,4 @@
-"""Custom ops of namespace ``memreclaim``: encode, prove, dequantize, grouped_projection.
+"""Custom ops of namespace ``memreclaim``: encode, prove, dequantize, grouped_projection, planned_projection.
 
 Each op has a fake, so that ``torch.compile`` and ``FakeTensorMode`` see shapes without running anything. On a CPU they are
 :mod:`memreclaim_kernels.reference`; on CUDA the backend that the plan names, imported on the first call. Importing this
