@@ -143,7 +143,7 @@ def _resolve(key: str, device: torch.device) -> tuple[Plan, Callable[..., torch.
     if device.type != "cuda" and not is_interpreted():
         message = f"plan {key} needs a CUDA device, not {device}"
         raise ValueError(message)
-    family = {"cuda": "cuda", "triton": "mid" if chosen.path == "large" else chosen.path}.get(chosen.backend)
+    family = {"cuda": "native", "triton": "mid" if chosen.path == "large" else chosen.path}.get(chosen.backend)
     if family is None or chosen.path == "empty":
         message = f"plan {key} has no kernel"
         raise ValueError(message)
@@ -180,7 +180,7 @@ def _dequantize_cuda(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tens
 @cache
 def _backend_function(device: torch.device, name: str) -> Callable[..., Any]:
     """``encode``, ``prove`` or ``dequantize`` of the backend that serves a CUDA device."""
-    module = {"cuda": "cuda", "triton": _TRITON_MODULES[name], "reference": "reference"}[
+    module = {"cuda": "native", "triton": _TRITON_MODULES[name], "reference": "reference"}[
         plan.backend_for(plan.device_of(device))
     ]
     return getattr(import_module(f"memreclaim_kernels.{module}"), name)

@@ -172,7 +172,7 @@ def _triton_refusal(plan: Plan, rank: int, depth: int, device: Device) -> str | 
         return "8 K-splits need a depth that is a multiple of 256"
     if plan.order == "gemv" and depth % 1024:
         return "the gemv order needs a depth that is a multiple of 1024"
-    sizes = [plan.option(name, 16) for name in ("block_m", "block_n", "block_k")]
+    sizes = [plan.option("block_m", 16), plan.option("block_n", 32), plan.option("block_k", 128)]
     if any(size < TILE_ROWS or size & (size - 1) for size in sizes) or sizes[2] < BLOCK:
         return "tile sizes must be powers of two, at least 16 rows and 32 columns"
     if plan.order != "free" and plan.option("split_k", 1) != 1:
@@ -378,7 +378,7 @@ def _first_allowed(plans: tuple[Plan, ...], rows: int, shape: tuple[int, int, in
 
 @cache
 def _is_installed(backend: str) -> bool:
-    name = "triton" if backend == "triton" else f"memreclaim_kernels.{backend}"
+    name = "triton" if backend == "triton" else "memreclaim_kernels.native"
     return importlib.util.find_spec(name) is not None
 
 
@@ -401,7 +401,7 @@ def _is_usable(backend: str) -> bool:
     return backend not in _disabled and _is_installed(backend)
 
 
-def _cuda() -> Any:  # noqa: ANN401  the module's interface is documented in memreclaim_kernels.cuda
-    from memreclaim_kernels import cuda  # type: ignore[attr-defined]  # noqa: PLC0415  it loads NVRTC
+def _cuda() -> Any:  # noqa: ANN401  see memreclaim_kernels.native
+    from memreclaim_kernels import native  # type: ignore[attr-defined]  # noqa: PLC0415  it loads NVRTC
 
-    return cuda
+    return native

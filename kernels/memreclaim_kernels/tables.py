@@ -14,7 +14,7 @@ A table is one JSON object::
         backend         triton or cuda
         order           chain, splits8, gemv or free
         config          object of integers: tile sizes and launch options of the kernel family
-        date            ISO date of the measurement
+        date            ISO date of the measurement; null where figures were published without one
         versions        object of strings: torch, triton, cuda, driver, as known
         measurement     object: microseconds per layer of twin and stock where measured, and the source in words
 
@@ -39,7 +39,7 @@ _CHOICES: Final = {
     "backend": ("triton", "cuda"),
     "order": ("chain", "splits8", "gemv", "free"),
 }
-_SHIPPED: Final = Path(__file__).parent / "tuned"
+SHIPPED: Final = Path(__file__).parent / "tuned"
 
 
 class TableError(ValueError):
@@ -58,7 +58,7 @@ class Entry(NamedTuple):
     backend: str
     order: str
     config: tuple[tuple[str, int], ...]
-    date: str
+    date: str | None
     versions: tuple[tuple[str, str], ...]
     measurement: tuple[tuple[str, float | str], ...]
 
@@ -92,7 +92,7 @@ def user_folder() -> Path:
 @cache
 def for_device(name: str, capability: tuple[int, int]) -> tuple[Table, ...]:
     """Tables of a GPU, the user's before the shipped ones. Raises :class:`TableError` for a table that is not valid."""
-    files = [*sorted(user_folder().glob("*.json")), *sorted(_SHIPPED.glob("*.json"))]
+    files = [*sorted(user_folder().glob("*.json")), *sorted(SHIPPED.glob("*.json"))]
     tables = [load(file) for file in files]
     return tuple(table for table in tables if table.device in name and table.capability == capability)
 
@@ -122,11 +122,13 @@ def _table(source: str, raw: object) -> Table:
         device=device["name"],
         capability=_pair(source, "device.capability", device["capability"], 0),
         status=body["status"],
-        entries=tuple(_entry(f"{source}: entries[{index}]", item) for index, item in enumerate(body["entries"])),
+        entries=tuple(
+            _entry(f"{source}: entries[{index}]", item, body["status"]) for index, item in enumerate(body["entries"])
+        ),
     )
 
 
-def _entry(where: str, raw: object) -> Entry:
+def _entry(where: str, raw: object, status: str) -> Entry:
     body = _fields(where, raw, set(Entry._fields))
     for name, allowed in _CHOICES.items():
         if body[name] not in allowed:
@@ -134,10 +136,8 @@ def _entry(where: str, raw: object) -> Entry:
     first, last = _pair(where, "rows", body["rows"], 1)
     if first > last:
         _refuse(where, "rows", body["rows"], "first is above last")
-    try:
-        date.fromisoformat(body["date"])
-    except (TypeError, ValueError):
-        _refuse(where, "date", body["date"], "must be an ISO date")
+    if not (body["date"] is None and status == PUBLISHED):
+        _check_date(where, body["date"])
     groups = body["groups"]
     if groups is not None and (not isinstance(groups, list) or not groups or not all(map(_is_count, groups))):
         _refuse(where, "groups", groups, "must be null or a list of positive integers")
@@ -155,6 +155,13 @@ def _entry(where: str, raw: object) -> Entry:
         versions=_pairs(where, "versions", body["versions"], str),
         measurement=_pairs(where, "measurement", body["measurement"], (int, float, str)),
     )
+
+
+def _check_date(where: str, raw: object) -> None:
+    try:
+        date.fromisoformat(raw)  # type: ignore[arg-type]  # a TypeError is an answer too
+    except (TypeError, ValueError):
+        _refuse(where, "date", raw, "must be an ISO date")
 
 
 def _fields(where: str, raw: object, names: set[str]) -> dict[str, Any]:
