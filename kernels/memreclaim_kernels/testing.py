@@ -129,14 +129,18 @@ def generate_case(  # noqa: PLR0913  a case has this many sides
 ) -> Case:
     """Operands of one kind.
 
-    ``normal``, ``tiny``, ``huge``, ``overflow``: random, activations around 1, 2**-60, 2**60 and 2**118, the last of which
-    gives infinities; ``cancelling``: neighbouring columns cancel but for their last bits, so that every lost bit of an
+    ``normal``, ``tiny``, ``huge``, ``overflow``: random, activations around 1, 2**-60 and 2**60, and so large that some
+    outputs are infinite; ``cancelling``: neighbouring columns cancel but for their last bits, so that every lost bit of an
     intermediate sum shows; ``zeros``: half of the activations and codes are zeros of both signs, a fifth of the rows wholly;
     ``weak`` and ``faint``: weights, or activations, that are bf16 subnormals; ``exact``: small integers and eighths, whose
     sums fp32 holds exactly in any order. Raises ``ValueError`` for any other word.
     """
     codes, exponents = generate_kind_twin(kind, shape, seed=seed, device=device)
-    scale = {"tiny": 2.0**-60, "huge": 2.0**60, "overflow": 2.0**118, "faint": 2.0**-130}.get(kind, 1.0)
+    scale = {"tiny": 2.0**-60, "huge": 2.0**60, "faint": 2.0**-130}.get(kind, 1.0)
+    if kind == "overflow":
+        # Random codes have a root mean square of 103, so outputs have one of 2**127.
+        scales = torch.exp2(exponents.double() - blocks.EXPONENT_BIAS)
+        scale = 2.0**127 / (103 * float(scales.square().mean().sqrt()) * shape.depth**0.5)
     o = generate_activations(rows, shape, scale=scale, stride=stride, seed=seed, device=device)
     if kind == "cancelling":
         pairs = o.clone()
