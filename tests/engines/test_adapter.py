@@ -117,7 +117,7 @@ def test_phase_comes_from_the_batch_and_the_model(model: ref.ReferenceModel) -> 
 
 
 def test_refused_layer_keeps_its_weight(model: ref.ReferenceModel) -> None:
-    """A layer with an unknown reader is kept with that reason and its parameter is not touched; the rest is reclaimed."""
+    """A layer with an unknown reader is kept with that reason, its parameter untouched; the rest is reclaimed."""
     model.layers[0].attn.__class__ = OwnReader
     before = model.layers[0].attn.wo_a.weight
     report = Reclaimer().reclaim(model, refused=all_refusals(ref.ReferenceAdapter(model)))

@@ -22,13 +22,14 @@ pytestmark = pytest.mark.cpu
 PROMPTS = ref.burst(ref.ModelConfig.tiny(), 6, seed=3, length=9)
 NEW_TOKENS = 24
 TIE = 0.05
-"""Two scores closer than this may change places when a row is computed in another batch; scores spread over about 12."""
+"""Two scores closer than this may change places when a row is computed in another batch; they spread over about 12."""
 
 
 class ContiguousCache:
     """Every request's latents in one tensor: what a paged cache must equal."""
 
     def __init__(self) -> None:
+        """Start empty."""
         self.rows: dict[tuple[int, int], torch.Tensor] = {}
 
     def read(self, layer: int, table: ref.PageTable, n_tokens: int) -> torch.Tensor:
@@ -99,9 +100,11 @@ def test_paged_cache_equals_contiguous_cache(model: ref.ReferenceModel, pool: re
         paged, plain = model(batch, pool), model(batch, contiguous)
         assert torch.equal(plain.view(torch.int16), paged.view(torch.int16))
         last = plain[batch.last_rows]
-        drafts = ref.Batch(Phase.DRAFT, ids(4, 5).repeat(len(segments)), tuple(
-            ref.Segment(segment.table, segment.start + segment.rows, 2) for segment in segments
-        ))
+        drafts = ref.Batch(
+            Phase.DRAFT,
+            ids(4, 5).repeat(len(segments)),
+            tuple(ref.Segment(segment.table, segment.start + segment.rows, 2) for segment in segments),
+        )
         assert torch.equal(model.draft(drafts, last, contiguous), model.draft(drafts, last, pool))
 
 
@@ -125,7 +128,7 @@ def test_earlier_tokens_change_later_states(model: ref.ReferenceModel, pool: ref
 
 
 def test_every_layer_takes_part(model: ref.ReferenceModel, pool: ref.PagedPool) -> None:
-    """Changing one element of any layer's ``wo_a`` changes scores: the target's those of tokens, the draft's proposals'."""
+    """One element of a target layer's ``wo_a`` changes all scores, one of the draft's only those of its proposals."""
 
     def outcome() -> tuple[torch.Tensor, torch.Tensor]:
         pages = table(pool, 8)
@@ -161,13 +164,11 @@ def test_guesses_are_a_chain(model: ref.ReferenceModel) -> None:
 
 
 @pytest.mark.parametrize("drafts", [1, 4, 7])
-def test_speculative_answers_are_the_greedy_ones(
-    model: ref.ReferenceModel, pool: ref.PagedPool, drafts: int
-) -> None:
+def test_speculative_answers_are_the_greedy_ones(model: ref.ReferenceModel, pool: ref.PagedPool, drafts: int) -> None:
     """Drafting and verification choose the tokens of plain greedy decoding, in fewer calls.
 
-    Rows are computed in other batches, where another library may round sums in another way: a difference is allowed only
-    where the two best scores are closer than that.
+    Rows are computed in other batches, where another library may round sums in another way: a difference is allowed
+    only where the two best scores are closer than that.
     """
     plain = serve(model, pool, PROMPTS, NEW_TOKENS)
     drafted = serve(model, pool, PROMPTS, NEW_TOKENS, drafts)
@@ -177,9 +178,7 @@ def test_speculative_answers_are_the_greedy_ones(
         if same < NEW_TOKENS:
             best = one.logits[same].topk(2).values
             assert best[0] - best[1] < TIE
-        torch.testing.assert_close(
-            torch.stack(one.logits[:same]), torch.stack(other.logits[:same]), atol=TIE, rtol=0
-        )
+        torch.testing.assert_close(torch.stack(one.logits[:same]), torch.stack(other.logits[:same]), atol=TIE, rtol=0)
 
 
 def test_drafts_are_often_right(model: ref.ReferenceModel, pool: ref.PagedPool) -> None:

@@ -69,7 +69,7 @@ def test_parameters_are_as_engines_have_them(model: ref.ReferenceModel) -> None:
 
 
 def test_layout_is_that_of_a_real_checkpoint(checkpoint: Path) -> None:
-    """Codes and scales by name, dtype and shape; weight and scale of some layer in different shards; quantization named."""
+    """Codes and scales have the names, dtypes and shapes of released ones, in two shards with an index."""
     with Checkpoint(checkpoint) as opened:
         weight, scale = opened.info(WO_A), opened.info(SCALE)
         assert (weight.dtype, tuple(weight.shape)) == ("F8_E4M3", (128, 128))
@@ -137,7 +137,7 @@ def _with(name: str, tensor: torch.Tensor) -> Callable[[Tensors], None]:
 def test_bad_tensors_are_named(
     tmp_path: Path, config: ref.ModelConfig, change: Callable[[Tensors], None], message: str
 ) -> None:
-    """A tensor that is missing, unknown, of another shape or dtype, or without fitting scales stops the load by name."""
+    """A tensor that is missing, unknown, of another shape or dtype, or without fitting scales is named."""
     (tensors,) = ref.random_checkpoint_tensors(config, shards=1)
     change(tensors)
     with pytest.raises(CheckpointError, match=message):

@@ -254,10 +254,10 @@ def test_integrity_check_sees_a_lost_and_a_doubled_page() -> None:
     """A page that is in no list, or in two, is reported."""
     lost, doubled = small_pool(), small_pool()
     lost._free.pop()
-    with pytest.raises(IntegrityError, match="8 pages.*have 7"):
+    with pytest.raises(IntegrityError, match=r"8 pages.*have 7"):
         lost.check_integrity()
     doubled._used.add(doubled._free[0])
-    with pytest.raises(IntegrityError, match="8 pages.*have 9"):
+    with pytest.raises(IntegrityError, match=r"8 pages.*have 9"):
         doubled.check_integrity()
 
 

@@ -39,7 +39,7 @@ def test_reference_adapter_follows_the_protocol() -> None:
 @pytest.mark.cpu
 def test_unknown_engine_is_refused_by_name() -> None:
     """A name that is in no registry raises an error that repeats it and lists the others."""
-    with pytest.raises(EngineError, match="'sgland'.*reference"):
+    with pytest.raises(EngineError, match=r"'sgland'.*reference"):
         engines.get("sgland")
 
 

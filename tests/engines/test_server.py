@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 
@@ -255,36 +256,61 @@ def test_safe_point_excludes_steps(model: ref.ReferenceModel, pool: ref.PagedPoo
         assert [len(request.result(WAIT)) for request in requests] == [40] * 6
 
 
-def test_safe_point_inside_itself_is_refused() -> None:
-    """It could never begin, so it raises; the gate still works."""
+def test_safe_point_inside_itself_is_refused(model: ref.ReferenceModel, pool: ref.PagedPool) -> None:
+    """A thread that is inside would wait for itself, so it gets an error; the server still works."""
+    server = ref.Server(model, pool)
+    request = server.submit([1], 2)
+    with server.safe_point():
+        with pytest.raises(EngineError, match="inside"), server.safe_point():
+            pass
+        with pytest.raises(EngineError, match="inside"):
+            server.step()
+    server.run()
+    assert len(request.result(0)) == 2
+
+
+def test_turns_come_in_order_of_arrival() -> None:
+    """Neither of two threads that come back without a pause keeps the other out: they alternate."""
+    gate, start, order = Gate(), threading.Barrier(2), []
+
+    def come_back(name: str) -> None:
+        start.wait(WAIT)
+        for _ in range(50):
+            with gate.turn():
+                order.append(name)
+                # Both are in the queue before the first turn ends, from then on each waits behind the other.
+                while len(order) == 1 and len(gate._queue) < 2:
+                    time.sleep(0.001)
+
+    threads = [threading.Thread(target=come_back, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT)
+        assert not thread.is_alive()
+    assert sorted(order) == ["a"] * 50 + ["b"] * 50
+    longest = max(len(list(turns)) for _, turns in itertools.groupby(order[:50]))
+    assert longest < 10
+
+
+def test_interrupted_wait_leaves_the_queue() -> None:
+    """An exception while a thread waits for its turn does not block those behind it."""
     gate = Gate()
-    with gate.safe_point(), pytest.raises(EngineError, match="inside"), gate.safe_point():
+    with gate.turn():
+        thread = threading.Thread(target=interrupted, args=(gate,))
+        thread.start()
+        thread.join(WAIT)
+    with gate.turn():
+        assert len(gate._queue) == 1
+
+
+def interrupted(gate: Gate) -> None:
+    """Wait for a turn and be interrupted as by Ctrl-C."""
+
+    def wait_for(_predicate: object) -> None:
+        raise KeyboardInterrupt
+
+    gate._changed.wait_for = wait_for  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt), gate.turn():
         pass
-    with gate.step(), pytest.raises(EngineError, match="inside"), gate.safe_point():
-        pass
-    with gate.step():
-        pass
-
-
-def test_safe_point_goes_before_the_next_step() -> None:
-    """A thread that steps without a pause lets a safe point in after the step that runs."""
-    gate, inside, stop = Gate(), threading.Event(), threading.Event()
-    steps = 0
-
-    def step_on() -> None:
-        nonlocal steps
-        while not stop.is_set():
-            with gate.step():
-                steps += 1
-                inside.set()
-
-    thread = threading.Thread(target=step_on)
-    thread.start()
-    assert inside.wait(WAIT)
-    for _ in range(100):
-        with gate.safe_point():
-            seen = steps
-            assert seen == steps
-    stop.set()
-    thread.join(WAIT)
-    assert not thread.is_alive()
+    del gate._changed.wait_for

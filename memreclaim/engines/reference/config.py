@@ -134,9 +134,9 @@ class ModelConfig:
 class TensorParallel:
     """Which share of the output groups a rank has.
 
-    A share that does not come out even is padded to a power of two, as the published three-rank set-up does (8 groups to
-    12, so that the third rank's are all padding). Sources differ on what stands in a padded group of ``wo_a``: zeros, or
-    the last group again.
+    A share that does not come out even is padded to a power of two, as the published three-rank set-up does: 8 groups
+    to 12, so that the third rank's are all padding. Sources differ on what stands in a padded group of ``wo_a``: zeros,
+    or the last group again.
     """
 
     rank: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -13,51 +14,35 @@ if TYPE_CHECKING:
 
 
 class Gate:
-    """Mutual exclusion in which safe points go before the next step.
+    """Mutual exclusion in order of arrival.
 
-    A plain lock would do the exclusion, but the stepping thread takes it again at once: whoever waits for a safe point
-    could wait for as long as there is work.
+    A plain lock would do the exclusion, but a thread that steps without a pause takes it again at once: whoever waits
+    for a safe point could wait for as long as there is work, and the other way round.
     """
 
     def __init__(self) -> None:
         """Start with nobody inside."""
         self._changed = threading.Condition()
-        self._holder: int | None = None
-        self._waiting = 0
+        self._queue: deque[int] = deque()
+        """Threads in order of arrival; the first one is inside."""
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Wait for safe points, those that are asked for included, then run one step."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._holder is None and self._waiting == 0)
-            self._holder = threading.get_ident()
-        try:
-            yield
-        finally:
-            self._leave()
+    def turn(self) -> Iterator[None]:
+        """Wait for everybody who came before, and keep out who comes after until the block ends.
 
-    @contextmanager
-    def safe_point(self) -> Iterator[None]:
-        """Wait for the step that runs, then keep the next one out.
-
-        Raises :class:`EngineError` from inside a step or another safe point of the same thread, which could never end.
+        Raises :class:`EngineError` when the thread is inside already: it would wait for itself.
         """
+        me = threading.get_ident()
         with self._changed:
-            if self._holder == threading.get_ident():
-                message = "a safe point was asked for from inside a step or a safe point"
+            if me in self._queue:
+                message = "a step or a safe point was asked for from inside a step or a safe point"
                 raise EngineError(message)
-            self._waiting += 1
-            try:
-                self._changed.wait_for(lambda: self._holder is None)
-                self._holder = threading.get_ident()
-            finally:
-                self._waiting -= 1
+            self._queue.append(me)
         try:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue[0] == me)
             yield
         finally:
-            self._leave()
-
-    def _leave(self) -> None:
-        with self._changed:
-            self._holder = None
-            self._changed.notify_all()
+            with self._changed:
+                self._queue.remove(me)
+                self._changed.notify_all()

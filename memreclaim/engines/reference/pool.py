@@ -150,7 +150,9 @@ class PagedPool:
                     leaving.append(extent)
             given_back = sum(extent.nbytes for extent in leaving)
             if given_back < wanted:
-                message = f"{wanted} bytes were asked back, {wanted - given_back} of them hold tokens of running requests"
+                message = (
+                    f"{wanted} bytes were asked back, {wanted - given_back} of them hold tokens of running requests"
+                )
                 raise PoolError(message)
             self._drop(leaving)
             self.changed.notify_all()

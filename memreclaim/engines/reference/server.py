@@ -99,14 +99,14 @@ class Server:
     @contextmanager
     def safe_point(self) -> Iterator[None]:
         """Hold the server between two steps; see :meth:`memreclaim.engines.base.EngineAdapter.safe_point`."""
-        with self._gate.safe_point():
+        with self._gate.turn():
             if self.model.device.type == "cuda":
                 torch.cuda.synchronize(self.model.device)
             yield
 
     def step(self) -> bool:
         """Admit what fits, then run one phase; False when nothing could be done."""
-        with self._gate.step():
+        with self._gate.turn():
             self._admit()
             if self._unread:
                 self._prefill()
