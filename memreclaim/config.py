@@ -101,7 +101,19 @@ class Settings:
         )
 
 
-_VARIABLES = frozenset(_PREFIX + name for name in ("NUMERICS", "TARGETS", "DRAFT", "ON_MISMATCH", "HTTP", "LOG_FORMAT"))
+_OWN = ("NUMERICS", "TARGETS", "DRAFT", "ON_MISMATCH", "HTTP", "LOG_FORMAT")
+_SERVICE = (
+    "HTTP_TOKEN_FILE",
+    "HTTP_SCRAPE_TOKEN_FILE",
+    "HTTP_TLS_CERT",
+    "HTTP_TLS_KEY",
+    "HTTP_HOSTS",
+    "AUDIT_SECONDS",
+    "AUDIT_BYTES_PER_SECOND",
+    "PROBE_SECONDS",
+)
+"""Read by :mod:`memreclaim.service.settings`."""
+_VARIABLES = frozenset(_PREFIX + name for name in (*_OWN, *_SERVICE))
 
 
 def _choice(kind: type[_Choice], variable: str, value: str) -> _Choice:

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import logging
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from memreclaim.states import Reason, State
 
 if TYPE_CHECKING:
-    from collections.abc import MutableMapping
+    from collections.abc import Callable, Mapping, MutableMapping
 
     from memreclaim.ledger import Entry
     from memreclaim.snapshot import Report
 
 LOGGER = "memreclaim"
+Listener: TypeAlias = "Callable[[str, str, Mapping[str, Any]], None]"
+_listeners: list[Listener] = []
 _WARN = frozenset({Reason.MISMATCH, Reason.NOT_FINITE})
 
 
@@ -63,7 +65,20 @@ def _layer(entry: Entry) -> dict[str, Any]:
     return {"layer": entry.name, "component": entry.component}
 
 
+def listen(listener: Listener) -> Callable[[], None]:
+    """Hand every event to ``listener(level, event, fields)`` too, whatever the host's log level; returns how to stop it."""
+    _listeners.append(listener)
+    return lambda: _listeners.remove(listener)
+
+
+def emit(level: str, event: str, **fields: Any) -> None:
+    """Log one event: a constant name in the past tense, units in the keys (``freed_bytes``, ``duration_s``)."""
+    _log(level, event, **fields)
+
+
 def _log(level: str, event: str, **fields: Any) -> None:
+    for listener in tuple(_listeners):
+        listener(level, event, fields)
     if logging.getLogger(LOGGER).isEnabledFor(getattr(logging, level.upper())):
         getattr(_logger(), level)(event, **fields)
 

@@ -16,16 +16,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from memreclaim import discover, events, serve, swap
+from memreclaim.agree import Terms
 from memreclaim.backing import Backing
 from memreclaim.config import Mode, OnMismatch, Settings
 from memreclaim.errors import NotExact, PoolError
+from memreclaim.fingerprint import Fingerprints
+from memreclaim.journal import Journal
 from memreclaim.kvpool import PoolChange
 from memreclaim.ledger import Entry, Ledger
 from memreclaim.meter import Meter, meter_for
 from memreclaim.snapshot import FreedBytes, Report
 from memreclaim.states import Reason, State
 from memreclaim.tag import Tag
-from memreclaim.twin import Twin, build_twin
+from memreclaim.twin import build_twin
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -51,6 +54,8 @@ class Reclaimer:
         """
         self.settings = Settings() if settings is None else settings
         self.ledger = Ledger()
+        self.journal = Journal()
+        self.fingerprints = Fingerprints()
         self.pool = pool
         self._lock = threading.RLock()
         if registry is not None:
@@ -59,17 +64,28 @@ class Reclaimer:
             register(self, registry)
 
     def reclaim(
-        self, model: nn.Module, *, component: str = TARGET, refused: Mapping[str, Reason] | None = None
+        self,
+        model: nn.Module,
+        *,
+        component: str = TARGET,
+        prefix: str = "",
+        refused: Mapping[str, Reason] | None = None,
+        terms: Terms | None = None,
     ) -> Report:
         """Drop every bf16 weight of ``model`` that has an exact twin.
 
-        ``component`` names the model in reports (``target``, ``draft``). ``refused`` maps layer names to the reason
-        an engine adapter has for keeping them. Layers that are kept change nothing and raise nothing, except that
+        ``component`` names the model in reports (``target``, ``draft``); only layers whose name starts with ``prefix``
+        belong to it, since an engine may hold target and draft in one tree. ``refused`` maps layer names to the reason
+        an engine adapter has for keeping them, ``terms`` what else it adds: how ranks agree, how readers are compared.
+        Layers that are kept change nothing and raise nothing, except that
         :class:`~memreclaim.errors.NotExact` is raised for the first one without an exact twin under
         ``MEMRECLAIM_ON_MISMATCH=abort``. Whatever is raised, every layer is either whole in bf16 or proven.
         """
-        with self._lock:
-            return _Run(self, model, component).reclaim(refused or {})
+        with self._lock, self.journal.operation("reclaim") as outcome:
+            report = _Run(self, model, component, prefix, terms or Terms()).reclaim(refused or {})
+            self.journal.measured(component, report)
+            outcome.result = "mismatch" if report.mismatched else "ok"
+            return report
 
     def restore(self, model: nn.Module) -> Report:
         """Make every tag of ``model`` its exact bf16 parameter again.
@@ -77,8 +93,11 @@ class Reclaimer:
         The pool is asked to give the bytes back first; tokens in use stay, and the weights are restored if memory
         allows.
         """
-        with self._lock:
-            return _Run(self, model, None).restore()
+        with self._lock, self.journal.operation("restore"):
+            report = _Run(self, model, None, "", Terms()).restore()
+            if report.pool is not None:
+                self.journal.pool_changed(report.pool)
+            return report
 
     def check_integrity(self) -> None:
         """Raise :class:`~memreclaim.errors.IntegrityError` when the ledger and the live tensors disagree."""
@@ -88,9 +107,12 @@ class Reclaimer:
 class _Run:
     """One operation on one model: the measurements around it, and what it came to."""
 
-    def __init__(self, owner: Reclaimer, model: nn.Module, component: str | None) -> None:
+    def __init__(
+        self, owner: Reclaimer, model: nn.Module, component: str | None, prefix: str, terms: Terms
+    ) -> None:
         self._ledger, self._settings, self._pool = owner.ledger, owner.settings, owner.pool
-        self._model, self._component = model, component
+        self._journal, self._fingerprints, self._prefix = owner.journal, owner.fingerprints, prefix
+        self._model, self._component, self._terms = model, component, terms
         self._meter: Meter = meter_for(_device_of(model))
         self._started = time.perf_counter()
 
@@ -98,12 +120,15 @@ class _Run:
         """See :meth:`Reclaimer.reclaim`."""
         component = self._component
         assert component is not None
+        found = discover.discover(self._model, self._settings.targets)
+        candidates = [one for one in found if one.name.startswith(self._prefix)]
+        refused = self._terms.refusals(candidates, refused)
         gc.collect()
         self._meter.settle()
         allocated, free = self._meter.allocated(), self._meter.free()
         self._meter.restart_peak()
         dropped = _Sum()
-        for candidate in discover.discover(self._model, self._settings.targets):
+        for candidate in candidates:
             entry = self._ledger.open(component, candidate.name, candidate.sites, candidate.gross_bytes)
             refusal = candidate.refusal or refused.get(candidate.name) or self._policy()
             if refusal is not None:
@@ -138,7 +163,8 @@ class _Run:
         """Take one layer as far as the settings go; True when its bf16 bytes are released."""
         mode = self._settings.mode
         try:
-            backing = self._prove(candidate, entry)
+            with self._journal.proof():
+                backing = self._prove(candidate, entry)
             if mode is Mode.ON:
                 swap.drop(candidate, backing)
             elif mode is Mode.TWIN:
@@ -161,9 +187,14 @@ class _Run:
 
     def _prove(self, candidate: Candidate, entry: Entry) -> Backing:
         """A backing whose twin is proven against the weight; holds no reference to the weight when it returns."""
-        twin: Twin = build_twin(candidate.sites[0].get(), groups=candidate.groups)
-        home = swap.ModelHome(candidate.sites, lambda: self._ledger.restored(entry))
+        twin = self._terms.place(candidate.name, build_twin(candidate.sites[0].get(), groups=candidate.groups))
+        self._fingerprints.take(twin)
+        home = swap.ModelHome(candidate.sites, lambda: self._restored(entry))
         return Backing(candidate.name, twin, home, self._settings.numerics.value)
+
+    def _restored(self, entry: Entry) -> None:
+        self._terms.guard(entry.name)
+        self._ledger.restored(entry)
 
     def _keep(self, entry: Entry, reason: Reason, error: NotExact | swap.StillHeldError | None = None) -> None:
         self._ledger.keep(entry, reason, error)

@@ -9,12 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from memreclaim.states import Reason
+
 if TYPE_CHECKING:
     from memreclaim.kvpool import PoolChange
     from memreclaim.proof import Mismatch
-    from memreclaim.states import Reason, State
+    from memreclaim.states import State
 
 SCHEMA_VERSION = 1
+MISMATCHES = frozenset({Reason.MISMATCH, Reason.NOT_FINITE})
+"""Reasons that lie in a weight's values: the operator is told, other reasons are policy."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,11 @@ class Report:
     def net_bytes(self) -> int:
         """Bytes gained: gross minus twin."""
         return self.gross_bytes - self.twin_bytes
+
+    @property
+    def mismatched(self) -> bool:
+        """Whether a layer has no exact twin."""
+        return any(layer.reason in MISMATCHES for layer in self.layers)
 
     def count(self, state: State) -> int:
         """How many layers are in ``state``."""
