@@ -63,12 +63,13 @@ def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return found
 
 
-def _write(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tagged]) -> Any:
-    """Bring the bf16 weight back, then write into it; the written tags are what the operator returns."""
-    targets: dict[int, tuple[torch.Tensor, Tagged]] = {}
-    for tag in written:
-        dense = tag.memreclaim_backing.make_dense()
-        targets[id(tag)] = (apply_geometry(dense.detach(), tag.memreclaim_geometry), tag)
+def _write(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tagged]) -> Any:  # noqa: ANN401
+    """Bring the bf16 weight back and write into it; the written tags are what the operator returns.
+
+    ``out=`` is written by way of a copy: it may resize its tensor, which is refused before the weight is touched.
+    """
+    by_copy = any(argument.is_out for argument in func._schema.arguments)
+    targets = {id(tag): (exact(tag, str(func)).clone() if by_copy else _restored(tag), tag) for tag in written}
 
     def substitute(leaf: object) -> object:
         if id(leaf) in targets:
@@ -76,8 +77,19 @@ def _write(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], writ
         return _exact(leaf, str(func))
 
     result = func(*pytree.tree_map(substitute, args), **pytree.tree_map(substitute, kwargs))
+    if by_copy:
+        for target, tag in targets.values():
+            if target.shape != tag.memreclaim_geometry.shape:
+                tag.memreclaim_backing.refuse(str(func))
+        for target, tag in targets.values():
+            _restored(tag).copy_(target)
     back = {id(target): tag for target, tag in targets.values()}
     return pytree.tree_map(lambda leaf: back.get(id(leaf), leaf), result)
+
+
+def _restored(tag: Tagged) -> torch.Tensor:
+    """The place in the restored bf16 weight that ``tag`` stands for."""
+    return apply_geometry(tag.memreclaim_backing.make_dense().detach(), tag.memreclaim_geometry)
 
 
 def _view(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -130,8 +142,7 @@ def _writes(method: str) -> Callable[..., Any]:
     """Call a tensor method that writes element by element on the restored weight."""
 
     def call(tag: Tagged, *args: Any, **kwargs: Any) -> Any:
-        dense = tag.memreclaim_backing.make_dense()
-        getattr(apply_geometry(dense.detach(), tag.memreclaim_geometry), method)(*args, **kwargs)
+        getattr(_restored(tag), method)(*args, **kwargs)
         return tag
 
     return call
@@ -145,7 +156,7 @@ def _raw(method: str) -> Callable[..., Any]:
         assert isinstance(tag, torch.Tensor)
         if backing.released or tag.stride() != tag.memreclaim_geometry.stride():
             backing.refuse(method)
-        value = getattr(apply_geometry(backing.make_dense().detach(), tag.memreclaim_geometry), method)
+        value = getattr(_restored(tag), method)
         return value(*args, **kwargs) if callable(value) else value
 
     return call

@@ -1,0 +1,105 @@
+"""aten as a whole on a tag: every operator gives the plain weight's bits, or an error that names the layer."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from core import aten_calls
+from core.models import Attention, exact_weight, drop, same_bits
+from torch.utils import _pytree as pytree
+
+import memreclaim as mr
+from memreclaim.tagged import Tagged
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+# Made-up arguments draw warnings (resized outputs, prototypes) that say nothing about tags.
+pytestmark = [pytest.mark.cpu, pytest.mark.filterwarnings("ignore")]
+
+WEIGHT = exact_weight(2, 32, 32)
+MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+    "grad": contextlib.nullcontext,
+}
+
+
+def fresh(trains: bool) -> tuple[Attention, Attention]:  # noqa: FBT001
+    """The same layer plain and as a tag."""
+    plain, layer = Attention(WEIGHT.clone()), Attention(WEIGHT.clone())
+    for one in (plain, layer):
+        one.wo_a.weight.requires_grad_(trains)
+    drop(layer)
+    return plain, layer
+
+
+@pytest.fixture(scope="module")
+def calls() -> list[aten_calls.Call]:
+    """Calls that run on a plain weight."""
+    return list(aten_calls.runnable(WEIGHT))
+
+
+def outcome(call: aten_calls.Call, layer: Attention) -> Any:  # noqa: ANN401
+    """What a call returns or raises."""
+    try:
+        return call.run(layer.wo_a.weight)
+    except (mr.MemreclaimError, RuntimeError, ValueError, TypeError, IndexError) as error:
+        return error
+
+
+def difference(call: aten_calls.Call, plain: Attention, layer: Attention) -> str | None:
+    """How a tag's answer, and the layer after it, differ from the plain weight's."""
+    before = plain.wo_a.weight.detach().clone()
+    expected, actual = outcome(call, plain), outcome(call, layer)
+    if isinstance(expected, Exception):
+        return None
+    if isinstance(actual, mr.TagAccessError):
+        return None if same_bits(layer.wo_a.weight.detach().clone(), before) else "refused, and changed"
+    if isinstance(actual, Exception):
+        return f"raised {type(actual).__name__}: {str(actual)[:150]}"
+    told = _compare(call, pytree.tree_leaves(expected), pytree.tree_leaves(actual)) if call.is_defined else None
+    if told is not None:
+        return told
+    after = plain.wo_a.weight
+    if call.is_defined and not same_bits(layer.wo_a.weight.detach().clone(), after):
+        return "the layer has another content afterwards"
+    return "written without being restored" if mr.is_tag(layer.wo_a.weight) and not same_bits(after, before) else None
+
+
+def _compare(call: aten_calls.Call, expected: list[Any], actual: list[Any]) -> str | None:
+    if len(expected) != len(actual):
+        return f"{len(actual)} results instead of {len(expected)}"
+    for one, other in zip(expected, actual, strict=True):
+        if not isinstance(one, torch.Tensor):
+            if not (one == other or one != one):  # noqa: PLR0124
+                return f"{other!r} instead of {one!r}"
+            continue
+        dense = other.clone() if isinstance(other, Tagged) else other
+        kinds = [(t.shape, t.dtype, t.layout, t.requires_grad) for t in (one, dense)]
+        if kinds[0] != kinds[1]:
+            return f"{kinds[1]} instead of {kinds[0]}"
+        if one.layout is torch.strided and not same_bits(one, dense):
+            return "other bits"
+    return None
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_operator_gives_the_plain_weights_bits_or_names_the_layer(
+    calls: list[aten_calls.Call], mode: str
+) -> None:
+    """Cases 18, 19: reads are exact and writes restore the layer, whichever operator of aten it is."""
+    assert len(calls) > 1000
+    differences = {}
+    trains = mode == "grad"
+    plain, layer = fresh(trains)
+    with MODES[mode]():
+        for call in calls:
+            differences[call.name] = difference(call, plain, layer)
+            if call.writes or differences[call.name]:
+                plain, layer = fresh(trains)
+    assert {name: told for name, told in differences.items() if told} == {}
