@@ -1,0 +1,116 @@
+"""The self-check at start-up: each reader of each layer, with the bf16 weight and with a tag, before anything is dropped.
+
+Bits are compared for one row count of each bucket and each phase. A reader whose result differs in one bit makes its layer
+``kept(unknown_reader)``; a GPU kernel was compared with the stock path on its own before, so this looks at the way there.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memreclaim import events
+from memreclaim.backing import Backing
+from memreclaim.engines.sglang import dispatch, hooks
+from memreclaim.states import Reason
+from memreclaim.tag import make_tag
+from memreclaim_kernels import selfcheck
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import nn
+
+    from memreclaim.agree import Check
+    from memreclaim.discover import Candidate
+    from memreclaim.twin import Twin
+
+_V4, _, _NAME = hooks.DISPATCH.rpartition(".")
+_ROWS = (1, 2, 8, 9, 192, 193)
+"""One row count of each of the engine's buckets: gemv, small batch (both ends), mid (both ends), more."""
+_DECODE, _VERIFY, _PREFILL = {"is_decode": True}, {"is_decode": False, "is_target_verify": True}, {"is_decode": False}
+
+
+def check_for(model: nn.Module) -> Check:
+    """The check of one model's layers, as :class:`memreclaim.agree.Terms` takes it."""
+
+    def check(candidate: Candidate, twin: Twin) -> Reason | None:
+        attention = model.get_submodule(candidate.name.rpartition(".")[0])
+        weight = candidate.sites[0].get()
+        _verify_kernels(tuple(twin.shape), weight.device)
+        tag = make_tag(Backing(candidate.name, twin, _Nowhere()), weight)
+        views = [one.detach().view(tuple(twin.shape)) for one in (weight, tag)]
+        for where, read in _readers(attention):
+            for rows in _ROWS:
+                o = _activations(rows, tuple(twin.shape), weight.device)
+                if not _same_bits(read(o, views[0]), read(o, views[1])):
+                    events.emit("warning", "reader_differed", layer=candidate.name, reader=where, rows=rows)
+                    return Reason.UNKNOWN_READER
+        return None
+
+    return check
+
+
+class _Nowhere:
+    """Home of a tag that never stands in a model."""
+
+    def move_in(self, backing: Backing, dense: torch.Tensor) -> None:
+        """A reader wrote into the weight: it is none that can be served."""
+        message = f"{backing.layer}: a reader wrote {tuple(dense.shape)}"
+        raise RuntimeError(message)
+
+    def current(self) -> torch.Tensor:
+        """Nothing stands there."""
+        raise RuntimeError
+
+
+def _readers(attention: nn.Module) -> Iterator[tuple[str, Callable[[torch.Tensor, torch.Tensor], Any]]]:
+    """Each way in which a layer reads its weight, as a function of activations and weight."""
+    if getattr(attention, "use_mega_attention", False):
+        return
+    if getattr(attention, "_use_fast_kernel", True) is False:
+        yield "einsum in float32", lambda o, w: torch.einsum("bgd,grd->bgr", o.float(), w.float())
+        return
+    module = sys.modules[type(attention).__module__]
+    live = getattr(module, _NAME, None)
+    if live is None:  # a draft of an older line, with an einsum of its own
+        yield "einsum", lambda o, w: torch.einsum("bgd,grd->bgr", o, w)
+        return
+    fast = {"fast_path": bool(attention.is_dsv41)} if hasattr(attention, "is_dsv41") else {}
+    takes = set(dispatch.parameters_of(live))
+    for flags in (_DECODE, _VERIFY, _PREFILL | {"is_prefill": True}):
+        keywords = {name: value for name, value in {**flags, **fast}.items() if name in takes}
+        phase = dispatch.phase_of_call((), keywords)
+        yield f"{_NAME} in {phase.value}", lambda o, w, keywords=keywords: live(o, w, **keywords)
+
+
+@cache
+def _activations(rows: int, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """bf16 ``[rows, G, D]``, the same for every layer of a shape."""
+    generator = torch.Generator().manual_seed(rows)
+    return torch.randn((rows, shape[0], shape[2]), generator=generator).to(device, torch.bfloat16)
+
+
+def _same_bits(stock: Any, ours: Any) -> bool:  # noqa: ANN401
+    integers = {2: torch.int16, 4: torch.int32}[stock.element_size()]
+    return stock.dtype == ours.dtype and torch.equal(stock.contiguous().view(integers), ours.contiguous().view(integers))
+
+
+@cache
+def _verify_kernels(shape: tuple[int, ...], device: torch.device) -> None:
+    """Let kernels serve the orders of sums of the engine's own kernels, after comparing them on this device."""
+    module = sys.modules.get(_V4)
+    gemv, small = getattr(module, "wo_a_bf16_gemv", None), getattr(module, "wo_a_bf16_small_batch", None)
+    if device.type != "cuda" or gemv is None or small is None or shape != (2, 1024, 4096):
+        return
+
+    def stock_path(o: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = gemv(o, weight) if o.shape[0] == 1 else small(o, weight)
+        return result
+
+    from memreclaim_kernels.blocks import WeightShape
+
+    selfcheck.check(WeightShape(*shape), device, stock="sglang", stock_path=stock_path, max_rows=8)
