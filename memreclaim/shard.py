@@ -87,6 +87,7 @@ class Shard:
         self._map = _map(file)
         try:
             self.tensors = _parse_header(file, self._map, wanted)
+            self._drop_pages(0, len(self._map))  # a fault may have mapped 2 MiB around the header, once per shard
         except BaseException:
             self.close()
             raise

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from memreclaim.checkpoint import SCALE_SUFFIXES, Checkpoint
 from memreclaim.errors import CheckpointError, ConfigError
-from memreclaim.exactness import BLOCK, inexact_elements
+from memreclaim.exactness import BLOCK, has_blocks, inexact_elements
 
 if TYPE_CHECKING:
     import os
@@ -132,8 +132,8 @@ def survey(
 ) -> Survey:
     """Read the ``wo_a`` tensors of a checkpoint and nothing else of its data.
 
-    ``progress`` is called with a tensor's name, bytes done and bytes in all. Memory: the mapping's 2 MiB window and the
-    index; with torch loaded (only for tensors that a scan cannot settle) 12 MiB of slabs more.
+    ``progress`` is called with a tensor's name, bytes done and bytes in all. Memory: the index, a 2 MiB window of the
+    file, and 12 MiB more for tensors that a scan of bytes cannot settle.
     Raises :class:`CheckpointError` for files that cannot be believed, :class:`ConfigError` for a ``tp`` below 1.
     """
     if tp < 1:
@@ -183,5 +183,5 @@ def _refuse_orphans(checkpoint: Checkpoint, weights: list[str]) -> None:
 def _survey_tensor(checkpoint: Checkpoint, name: str) -> TensorSurvey:
     info = checkpoint.info(name)
     block, mismatched = inexact_elements(checkpoint, name)
-    exact = mismatched == 0 and not any(size % BLOCK for size in info.shape)
+    exact = mismatched == 0 and has_blocks(info)
     return TensorSurvey(name, info.shape, info.dtype, block, exact, mismatched)

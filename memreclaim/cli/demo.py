@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import time
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -156,7 +157,6 @@ def ensure_checkpoint(folder: Path, config: reference.ModelConfig) -> Path:
 
 
 def _run(arguments: argparse.Namespace, settings: Settings, device: torch.device, screen: Screen) -> DemoRun:
-    from memreclaim import serve
     from memreclaim.engines import reference
     from memreclaim.reclaimer import Reclaimer
 
@@ -176,7 +176,16 @@ def _run(arguments: argparse.Namespace, settings: Settings, device: torch.device
         report = Reclaimer(settings, pool=pool).reclaim(model)
     with screen.progress("serving from twins") as bar, clock.measure("serve_after"):
         after = reference.serve_workload(model, pool, work, progress=lambda done, total: bar("", done, total))
-    return DemoRun(str(device), report, before, after, serve.rows_served(), clock.seconds)
+    return DemoRun(str(device), report, before, after, _calls_by_path(), clock.seconds)
+
+
+def _calls_by_path() -> dict[str, int]:
+    from memreclaim import counters
+
+    calls: Counter[str] = Counter()
+    for (path, _phase), number in counters.calls.snapshot().items():
+        calls[path] += number
+    return dict(calls)
 
 
 def _plant_mismatch(model: torch.nn.Module) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from checkpoint_files import SCALE, WEIGHT, Stored, codes, scales, write_folder
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -17,9 +17,12 @@ from memreclaim import exactness
 from memreclaim.checkpoint import Checkpoint
 from memreclaim.errors import CheckpointError, ConfigError
 from memreclaim.survey import TensorSurvey, groups_per_rank, survey
+from memreclaim_kernels import reference
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import numpy.typing as npt
 
 pytestmark = pytest.mark.cpu
 
@@ -106,9 +109,9 @@ def test_block_sizes_and_scale_dtypes(tmp_path: Path, block: int, dtype: str) ->
     assert (tensor.exact, tensor.block, tensor.mismatched_elements) == (True, (block, block), 0)
 
 
-def test_usual_checkpoints_are_settled_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No weight is computed when its bytes alone show that it is exact: torch is not even looked at."""
-    monkeypatch.setitem(sys.modules, "torch", None)
+def test_usual_checkpoints_are_settled_by_the_scan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No weight is computed when its bytes alone show that it is exact."""
+    monkeypatch.setattr(exactness, "_count", None)
     assert _survey_one(tmp_path, codes(), scales(low=10, high=246)).exact
 
 
@@ -175,7 +178,8 @@ def test_scan_and_computation_agree(tmp_path: Path) -> None:
     folder = _folder(tmp_path, codes(512, 512), scale)
     with Checkpoint(folder) as checkpoint:
         assert exactness.inexact_elements(checkpoint, WEIGHT) == ((32, 32), 0)
-        assert exactness._mismatched(checkpoint, checkpoint.info(WEIGHT), checkpoint.info(SCALE)) == 0
+        factors = exactness._read_scales(checkpoint, checkpoint.info(SCALE))[1]
+        assert exactness._count(checkpoint, checkpoint.info(WEIGHT), factors) == 0
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -281,3 +285,45 @@ def test_draft_and_prefixed_names_are_found(tmp_path: Path) -> None:
     }
     found = [tensor.name for tensor in survey(write_folder(tmp_path / "c", shards)).tensors]
     assert found == ["model.layers.0.attn.wo_a.weight", "mtp.0.attn.wo_a.weight"]
+
+
+def _by_encoding(weight: npt.NDArray[np.uint16]) -> int:
+    """Elements of finite bf16 values ``[n, D]`` that differ after the kernels' reference encoded and decoded them."""
+    grouped = torch.from_numpy(weight.view(np.int16)).view(torch.bfloat16).unsqueeze(0)
+    return int(reference.prove(*reference.encode(grouped), grouped)[0])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    low=st.integers(0, 254),
+    spread=st.integers(0, 20),
+    kept_bits=st.integers(1, 8),
+    zeros=st.floats(0, 1),
+)
+def test_counting_agrees_with_encoding(seed: int, low: int, spread: int, kept_bits: int, zeros: float) -> None:
+    """The verdict on bits is the one that encoding and comparing gives, for values of any size, width and spread."""
+    random = np.random.default_rng(seed)
+    field = random.integers(low, min(low + spread, 254) + 1, (64, 64)).astype(np.uint16)
+    fraction = random.integers(0, 128, (64, 64)).astype(np.uint16) >> (8 - kept_bits) << (8 - kept_bits)
+    sign = random.integers(0, 2, (64, 64)).astype(np.uint16)
+    weight = (sign << 15) | (field << 7) | (fraction & 0x7F)
+    weight[random.random((64, 64)) < zeros] &= 0x8000
+    assert _by_encoding(weight) == exactness.count_inexact(weight)
+
+
+def test_counting_agrees_on_every_pattern() -> None:
+    """Every sign and mantissa at exponents of each kind, alone in its block, is judged as encoding judges it."""
+    fields = [0, 1, 2, 3, 7, 8, 9, 127, 246, 247, 253, 254]
+    finite = np.array([bits for bits in range(0x10000) if bits >> 7 & 0xFF in fields], np.uint16)
+    blocks = np.zeros((len(finite), 32, 32), np.uint16)
+    blocks[:, 17, 5] = finite
+    weight = np.ascontiguousarray(blocks.reshape(32, -1, 32, 32).transpose(0, 2, 1, 3)).reshape(32 * 32, -1)
+    assert _by_encoding(weight) == exactness.count_inexact(weight)
+    assert exactness.count_inexact(weight) == int((finite & 0xF != 0).sum()) - _narrow_subnormals(finite)
+
+
+def _narrow_subnormals(finite: npt.NDArray[np.uint16]) -> int:
+    """Subnormals with set bits below the fourth mantissa bit that still have at most 4 significant ones."""
+    fractions = [int(bits) & 0x7F for bits in finite if bits & 0x7F80 == 0 and bits & 0xF]
+    return sum(len(f"{fraction:b}".rstrip("0")) <= 4 for fraction in fractions)
