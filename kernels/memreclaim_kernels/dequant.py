@@ -17,8 +17,16 @@ _WARPS = 4
 """4096 elements a program are 32 a thread: 32 bytes of codes and 64 of bf16."""
 
 
-@triton.jit
-def _dequantize_kernel(codes, exponents, out, row_tiles, col_tiles, ROWS: tl.constexpr, COLS: tl.constexpr):  # noqa: ANN001, ANN202, N803
+@triton.jit  # type: ignore[untyped-decorator]
+def _dequantize_kernel(
+    codes: tl.tensor,
+    exponents: tl.tensor,
+    out: tl.tensor,
+    row_tiles: tl.tensor,
+    col_tiles: tl.tensor,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+) -> None:
     col_tile = tl.program_id(0) * COLS
     row_tile = tl.program_id(1) * ROWS
     group = tl.program_id(2).to(tl.int64)

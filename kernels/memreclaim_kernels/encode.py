@@ -1,6 +1,7 @@
 """Encode a bf16 weight on CUDA: codes in tile order and the smallest block exponents, by integer arithmetic.
 
-The same steps as :func:`memreclaim_kernels.reference.encode`, and the same bytes. Only the proof says whether they are exact.
+The same steps as :func:`memreclaim_kernels.reference.encode`, and the same bytes. Only the proof says whether they are
+exact.
 """
 
 from __future__ import annotations
@@ -16,8 +17,15 @@ _COLS = 4
 _WARPS = 4
 
 
-@triton.jit
-def _encode_kernel(weight, codes, exponents, row_tiles, col_tiles, COLS: tl.constexpr):  # noqa: ANN001, ANN202, N803
+@triton.jit  # type: ignore[untyped-decorator]
+def _encode_kernel(
+    weight: tl.tensor,
+    codes: tl.tensor,
+    exponents: tl.tensor,
+    row_tiles: tl.tensor,
+    col_tiles: tl.tensor,
+    COLS: tl.constexpr,
+) -> None:
     col_tile = tl.program_id(0) * COLS
     block_row = tl.program_id(1)
     group = tl.program_id(2).to(tl.int64)
@@ -29,7 +37,8 @@ def _encode_kernel(weight, codes, exponents, row_tiles, col_tiles, COLS: tl.cons
 
     # Smallest scale that holds the block's peak: 448 is 1.75 * 2**8, so a fraction above 0x60 needs the next octave.
     peak = tl.max(tl.max(tl.reshape(magnitude, (32, COLS, 32)), 2), 0)
-    smallest = tl.minimum(tl.maximum((peak >> 7) - 8 + ((peak & 0x7F) > 0x60).to(tl.int32), 0), 254)
+    next_octave = ((peak & 0x7F) > 0x60).to(tl.int32)  # noqa: PLR2004
+    smallest = tl.minimum(tl.maximum((peak >> 7) - 8 + next_octave, 0), 254)
     biased = tl.where(peak == 0, 127, smallest)
     tile = col_tile + tl.arange(0, COLS)
     inside = tile < col_tiles

@@ -1,9 +1,10 @@
 """One row: a matrix-vector product without MMA, in the order of sums of SGLang's one-row kernel.
 
-That kernel multiplies one weight row of D columns in a program of 4 warps and adds with ``tl.sum``. Its order, with column
-``c = rep * 1024 + warp * 256 + lane * 8 + e``: each thread adds its products in order of (rep, e); then lanes 16, 8, 4, 2 and
-1 apart are added, then the warps as ``(w0 + w2) + (w1 + w3)``. This kernel writes the same sums out, so that Triton's choice
-of layout cannot change them. A product of two bf16 is exact in fp32 unless it underflows, so fusing must stay off.
+That kernel multiplies one weight row of D columns in a program of 4 warps and adds with ``tl.sum``. Its order, with
+column ``c = rep * 1024 + warp * 256 + lane * 8 + e``: each thread adds its products in order of (rep, e); then lanes
+16, 8, 4, 2 and 1 apart are added, then the warps as ``(w0 + w2) + (w1 + w3)``. This kernel writes the same sums out, so
+that Triton's choice of layout cannot change them. A product of two bf16 is exact in fp32 unless it underflows, so
+fusing must stay off.
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ if TYPE_CHECKING:
     from memreclaim_kernels.plan import Plan
 
 _WARPS = 4
-"""16 rows x 1024 columns are 128 values a thread at 4 warps; G=2 x 1024 rows give 128 programs, one per SM of an H200."""
+"""16 rows x 1024 columns are 128 values a thread at 4 warps, and G=2 gives 128 programs, one per SM of an H200."""
 
 
-@triton.jit
-def _add_products(total, byte_0, byte_1, scale, x_0, x_1):  # noqa: ANN001, ANN202
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_products(
+    total: tl.tensor, byte_0: tl.tensor, byte_1: tl.tensor, scale: tl.tensor, x_0: tl.tensor, x_1: tl.tensor
+) -> tl.tensor:
     """Add 8 products a thread in ascending column order; ``total`` fp32 ``[8 g, 128 threads]``.
 
-    A byte tensor is int32 ``[1, 32, 128]`` with words ``((g*4 + t)*2 + s)*2 + h``; column ``t*2 + lo`` of a thread is byte
-    ``lo`` of word t. Thread ``tile * 4 + s * 2 + h``.
+    A byte tensor is int32 ``[1, 32, 128]`` with words ``((g*4 + t)*2 + s)*2 + h``; column ``t*2 + lo`` of a thread is
+    byte ``lo`` of word t. Thread ``tile * 4 + s * 2 + h``.
     """
     products_0 = decode_byte(byte_0, scale).to(tl.float32, bitcast=True) * x_0
     products_1 = decode_byte(byte_1, scale).to(tl.float32, bitcast=True) * x_1
@@ -48,9 +51,12 @@ def _add_products(total, byte_0, byte_1, scale, x_0, x_1):  # noqa: ANN001, ANN2
     return (total + for_t_3_even) + for_t_3_odd
 
 
-@triton.jit
-def _add_threads(total):  # noqa: ANN001, ANN202
-    """Add 128 threads' sums, fp32 ``[8, 128]`` -> ``[8]``: a tree over lanes, then over warps. An axis of 2 has one order."""
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_threads(total: tl.tensor) -> tl.tensor:
+    """Add 128 threads' sums, fp32 ``[8, 128]`` -> ``[8]``: a tree over lanes, then over warps.
+
+    An axis of 2 has one order of addition.
+    """
     total = tl.sum(tl.reshape(total, (8, 4, 2, 16)), 2)
     total = tl.sum(tl.reshape(total, (8, 4, 2, 8)), 2)
     total = tl.sum(tl.reshape(total, (8, 4, 2, 4)), 2)
@@ -60,8 +66,16 @@ def _add_threads(total):  # noqa: ANN001, ANN202
     return tl.sum(total, 1)
 
 
-@triton.jit
-def _gemv_kernel(o, group_stride, codes, exponents, out, row_tiles, col_tiles):  # noqa: ANN001, ANN202
+@triton.jit  # type: ignore[untyped-decorator]
+def _gemv_kernel(
+    o: tl.tensor,
+    group_stride: tl.tensor,
+    codes: tl.tensor,
+    exponents: tl.tensor,
+    out: tl.tensor,
+    row_tiles: tl.tensor,
+    col_tiles: tl.tensor,
+) -> None:
     row_tile = tl.program_id(0)
     group = tl.program_id(1).to(tl.int64)
     codes += group * row_tiles * col_tiles * 128

@@ -1,8 +1,8 @@
-"""Nine and more rows: tiles of tokens x weight rows; each program runs the whole depth, or a share of it for ``free`` sums.
+"""Nine and more rows: tiles of tokens x weight rows, over the whole depth or, for ``free`` sums, a share of it.
 
-Order of sums: ``chain`` with ``split_k`` 1. With ``split_k`` > 1 (order ``free``, published for GB10, whose 48 SMs a 16-token
-tile of G=2 does not fill otherwise) fp32 partial sums of every share go to a buffer of this call's own and a second kernel
-adds them in ascending order: deterministic, but not the bits of the stock path.
+Order of sums: ``chain`` with ``split_k`` 1. With ``split_k`` > 1 (order ``free``, published for GB10, whose 48 SMs a
+16-token tile of G=2 does not fill otherwise) fp32 partial sums of every share go to a buffer of this call's own and a
+second kernel adds them in ascending order: deterministic, but not the bits of the stock path.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ _REDUCE_BLOCK = 1024
 """Outputs a program of the second kernel adds: 8 a thread with 4 warps, loads of 32 bytes."""
 
 
-@triton.jit
-def _mid_kernel(  # noqa: ANN202
-    o,  # noqa: ANN001  bf16 [T, G, D]
-    tokens,  # noqa: ANN001
-    row_stride,  # noqa: ANN001
-    group_stride,  # noqa: ANN001
-    codes,  # noqa: ANN001  int32 [G, R/16, D/32, 128]
-    exponents,  # noqa: ANN001  uint8 [G, R/32, D/32]
-    out,  # noqa: ANN001  bf16 [T, G, R], or fp32 [SPLIT_K, T, G, R]
-    groups,  # noqa: ANN001
-    row_tiles,  # noqa: ANN001
-    col_tiles,  # noqa: ANN001
-    SPLIT_K: tl.constexpr,  # noqa: N803
-    BLOCK_M: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
-    COLS: tl.constexpr,  # noqa: N803
-    STAGES: tl.constexpr,  # noqa: N803
-):
+@triton.jit  # type: ignore[untyped-decorator]
+def _mid_kernel(
+    o: tl.tensor,  # bf16 [T, G, D]
+    tokens: tl.tensor,
+    row_stride: tl.tensor,
+    group_stride: tl.tensor,
+    codes: tl.tensor,  # int32 [G, R/16, D/32, 128]
+    exponents: tl.tensor,  # uint8 [G, R/32, D/32]
+    out: tl.tensor,  # bf16 [T, G, R], or fp32 [SPLIT_K, T, G, R]
+    groups: tl.tensor,
+    row_tiles: tl.tensor,
+    col_tiles: tl.tensor,
+    SPLIT_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> None:
     # Token tiles run fastest: the programs that share a weight tile run side by side, and it comes from memory once.
     token = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     row_tile = tl.program_id(1) * ROWS
@@ -71,8 +71,10 @@ def _mid_kernel(  # noqa: ANN202
     tl.store(out + offset, total, (token < tokens)[None, :] & (row < row_tiles * 16)[:, None])
 
 
-@triton.jit
-def _reduce_kernel(partial, out, numel, SPLIT_K: tl.constexpr, BLOCK: tl.constexpr):  # noqa: ANN001, ANN202, N803
+@triton.jit  # type: ignore[untyped-decorator]
+def _reduce_kernel(
+    partial: tl.tensor, out: tl.tensor, numel: tl.tensor, SPLIT_K: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.load(partial + at, at < numel)
     for split in range(1, SPLIT_K):

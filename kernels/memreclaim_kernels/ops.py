@@ -1,8 +1,8 @@
 """Custom ops of namespace ``memreclaim``: encode, prove, dequantize, grouped_projection, planned_projection.
 
-Each op has a fake, so that ``torch.compile`` and ``FakeTensorMode`` see shapes without running anything. On a CPU they are
-:mod:`memreclaim_kernels.reference`; on CUDA the backend that the plan names, imported on the first call. Importing this
-module defines the ops and loads neither Triton nor CUDA.
+Each op has a fake, so that ``torch.compile`` and ``FakeTensorMode`` see shapes without running anything. On a CPU they
+are :mod:`memreclaim_kernels.reference`; on CUDA the backend that the plan names, imported on the first call. Importing
+this module defines the ops and loads neither Triton nor CUDA.
 
 The functions here are the ways in. :func:`project` goes past the dispatcher when nothing is tracing: a call through
 ``torch.ops`` costs 4.5 us on a 2-core CPU, as much as a decode kernel takes, the direct one under 2 us.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from memreclaim_kernels.plan import Plan
 
-_library: Final = torch.library.Library("memreclaim", "DEF")
+_library: Final[Any] = torch.library.Library("memreclaim", "DEF")  # type: ignore[no-untyped-call]
 _library.define("encode(Tensor weight) -> (Tensor, Tensor)")
 _library.define("prove(Tensor codes, Tensor exponents, Tensor weight) -> Tensor")
 _library.define("dequantize(Tensor codes, Tensor exponents) -> Tensor")
@@ -44,7 +44,10 @@ def encode(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def prove(codes: torch.Tensor, exponents: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Compare decoded bits with a contiguous bf16 weight ``[G, R, D]``: int64 ``[2]``, mismatches and first flat index or -1."""
+    """Compare decoded bits with a contiguous bf16 weight ``[G, R, D]``.
+
+    Returns int64 ``[2]`` on the weight's device: how many elements differ, and the flat index of the first or -1.
+    """
     verdict: torch.Tensor = torch.ops.memreclaim.prove.default(codes, exponents, weight)
     return verdict
 
@@ -67,10 +70,8 @@ def grouped_projection(o: torch.Tensor, codes: torch.Tensor, exponents: torch.Te
 
 
 def project(o: torch.Tensor, codes: torch.Tensor, exponents: torch.Tensor, chosen: Plan) -> torch.Tensor:
-    """:func:`grouped_projection` for a :class:`Plan`, past the dispatcher when no mode is active and nothing is traced."""
-    if (
-        type(o) is not torch.Tensor or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()  # noqa: SLF001  no public way to ask
-    ):
+    """:func:`grouped_projection` for a :class:`Plan`, past the dispatcher when nothing is traced or intercepted."""
+    if type(o) is not torch.Tensor or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return grouped_projection(o, codes, exponents, chosen.key)
     return _grouped_projection(o, codes, exponents, chosen.key)
 
@@ -78,7 +79,7 @@ def project(o: torch.Tensor, codes: torch.Tensor, exponents: torch.Tensor, chose
 def planned_projection(
     o: torch.Tensor, codes: torch.Tensor, exponents: torch.Tensor, phase: str, numerics: str, stock: str
 ) -> torch.Tensor:
-    """:func:`grouped_projection` by the plan of :func:`plan_for`, chosen when it runs: one operator in a traced graph."""
+    """:func:`grouped_projection` by a plan that is chosen when it runs: one operator in a traced graph."""
     out: torch.Tensor = torch.ops.memreclaim.planned_projection.default(o, codes, exponents, phase, numerics, stock)
     return out
 
@@ -108,14 +109,15 @@ def plan_for(
 def check_operands(o: torch.Tensor, codes: torch.Tensor, exponents: torch.Tensor) -> None:
     """Refuse operands that no kernel takes, with ``ValueError`` naming what is wrong."""
     # Unpacked shapes and few attributes: each attribute of a tensor costs 0.2 us, and this runs on every eager call.
-    groups, row_tiles, depth_blocks, _ = codes.shape
-    if o.dtype is not torch.bfloat16 or o.dim() != 3 or o.size(1) != groups or o.size(2) != depth_blocks * 32:  # noqa: PLR2004
-        message = f"activations must be bfloat16 [T, {groups}, {depth_blocks * 32}], not {o.dtype} {tuple(o.shape)}"
+    groups, row_tiles, col_tiles, _ = codes.shape
+    depth = col_tiles * blocks.TILE_COLS
+    if o.dtype is not torch.bfloat16 or o.dim() != 3 or o.size(1) != groups or o.size(2) != depth:  # noqa: PLR2004
+        message = f"activations must be bfloat16 [T, {groups}, {depth}], not {o.dtype} {tuple(o.shape)}"
         raise ValueError(message)
     if o.stride(2) != 1:
         message = f"activations must have a last stride of 1, not {o.stride()}"
         raise ValueError(message)
-    if exponents.shape != (groups, row_tiles // 2, depth_blocks):
+    if exponents.shape != (groups, row_tiles // 2, col_tiles):
         message = f"exponents of shape {tuple(exponents.shape)} do not fit codes for {tuple(blocks.shape_of(codes))}"
         raise ValueError(message)
     device = o.device
@@ -196,7 +198,8 @@ def _backend_function(device: torch.device, name: str) -> Callable[..., Any]:
     module = {"cuda": "native", "triton": _TRITON_MODULES[name], "reference": "reference"}[
         plan.backend_for(plan.device_of(device))
     ]
-    return getattr(import_module(f"memreclaim_kernels.{module}"), name)
+    function: Callable[..., Any] = getattr(import_module(f"memreclaim_kernels.{module}"), name)
+    return function
 
 
 _TRITON_MODULES: Final = {"encode": "encode", "prove": "prove", "dequantize": "dequant"}

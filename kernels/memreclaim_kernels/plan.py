@@ -1,8 +1,9 @@
-"""Which kernel serves a call: one plan per (rows, weight shape, device, phase, numerics), decided here and nowhere else.
+"""Which kernel serves a call: one plan per (rows, weight shape, device, phase, numerics), decided only here.
 
 ``candidates`` lists what could serve, best first; ``select`` takes the first that may. A kernel may serve ``identical``
-numerics only after :mod:`memreclaim_kernels.selfcheck` found its bits equal to the stock path's on this device, for this
-weight shape and row bucket; until then, and where one bit differs, the plan is to dequantise and run the stock product.
+numerics only after :mod:`memreclaim_kernels.selfcheck` found its bits equal to the stock path's on this device, for
+this weight shape and row bucket; until then, and where one bit differs, the plan is to dequantise and run the stock
+product.
 
 This module needs no GPU, starts no CUDA and imports no Triton.
 """
@@ -13,7 +14,7 @@ import importlib.util
 import threading
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias, cast, get_args
 
 from memreclaim_kernels import tables
 from memreclaim_kernels.blocks import BLOCK, TILE_ROWS, is_blocked
@@ -27,7 +28,8 @@ Path: TypeAlias = Literal["empty", "gemv", "small", "mid", "large", "dequant"]
 Backend: TypeAlias = Literal["reference", "triton", "cuda"]
 Order: TypeAlias = Literal["chain", "splits8", "gemv", "free"]
 """Order of fp32 sums. ``chain``: one ascending chain of k16 steps, as cuBLAS. ``splits8``: SGLang's 2..8-row kernel, 8
-chains of 512 columns added as ``(((p0+p2)+p4)+p6) + (((p1+p3)+p5)+p7)``. ``gemv``: SGLang's 1-row kernel. ``free``: any."""
+chains of 512 columns added as ``(((p0+p2)+p4)+p6) + (((p1+p3)+p5)+p7)``. ``gemv``: SGLang's 1-row kernel. ``free``:
+any."""
 Phase: TypeAlias = Literal["decode", "verify", "draft", "prefill"]
 Numerics: TypeAlias = Literal["identical", "fused"]
 Stock: TypeAlias = Literal["bmm", "sglang"]
@@ -69,7 +71,7 @@ def device_of(device: torch.device) -> Device:
         return known
     if device.type != "cuda":
         return CPU
-    import torch  # noqa: PLC0415  not needed to plan for a named device
+    import torch
 
     properties = torch.cuda.get_device_properties(device)
     limit = getattr(properties, "shared_memory_per_block_optin", SHARED_MEMORY_FLOOR)
@@ -109,17 +111,13 @@ def parse(key: str) -> Plan:
     Raises ``ValueError`` for words that name no path, backend or order.
     """
     path, backend, order, options = [*key.split(":"), "", "", ""][:4]
-    pairs = [item.partition("=") for item in options.split(",") if item]
-    plan = Plan(
-        path,  # type: ignore[arg-type]  checked below
-        backend or "reference",  # type: ignore[arg-type]
-        order or "chain",  # type: ignore[arg-type]
-        tuple((name, int(value)) for name, _, value in pairs),
-    )
-    if plan.path not in get_args(Path) or plan.backend not in get_args(Backend) or plan.order not in get_args(Order):
+    backend, order = backend or "reference", order or "chain"
+    if path not in get_args(Path) or backend not in get_args(Backend) or order not in get_args(Order):
         message = f"{key!r} names no plan"
         raise ValueError(message)
-    return plan
+    pairs = [item.partition("=") for item in options.split(",") if item]
+    config = tuple((name, int(value)) for name, _, value in pairs)
+    return Plan(cast("Path", path), cast("Backend", backend), cast("Order", order), config)
 
 
 def bucket_of(rows: int) -> tuple[int, int]:
@@ -159,13 +157,13 @@ def plan_supports(plan: Plan, rows: int, groups: int, rank: int, depth: int, dev
     if plan.path == "small" and rows > SMALL_ROWS:
         return f"small takes at most {SMALL_ROWS} rows"
     if plan.backend == "triton":
-        return _triton_refusal(plan, rank, depth, device)
+        return _triton_refusal(plan, depth, device)
     if plan.backend == "cuda":
         return _cuda_refusal(plan, rows, (groups, rank, depth), device)
     return f"backend {plan.backend} has no {plan.path} kernel"
 
 
-def _triton_refusal(plan: Plan, rank: int, depth: int, device: Device) -> str | None:
+def _triton_refusal(plan: Plan, depth: int, device: Device) -> str | None:
     if device.capability is None or device.capability < (8, 0):
         return "bf16 MMA needs sm80"
     if plan.order == "splits8" and depth % (8 * BLOCK):
@@ -216,7 +214,7 @@ def _verdict_key(plan: Plan, rows: int, shape: tuple[int, int, int], device: Dev
 
 
 def record(plan: Plan, rows: int, shape: tuple[int, int, int], device: Device, verdict: Verdict) -> None:
-    """Note what the comparison with the stock path found for the bucket of ``rows``; plans are chosen anew from then on."""
+    """Note what the comparison with the stock path found for the bucket of ``rows``, and choose anew from now on."""
     with _lock:
         _verdicts[_verdict_key(plan, rows, shape, device)] = verdict
         _selected.clear()
@@ -300,7 +298,8 @@ def _offers(rows: int, shape: tuple[int, int, int], device: Device, numerics: Nu
                 if entry.path == "dequant":
                     yield Plan("dequant", fallback.backend, source=table.source)
                 elif _is_usable(entry.backend):
-                    yield Plan(entry.path, entry.backend, entry.order, entry.config, table.source)  # type: ignore[arg-type]
+                    path, backend = cast("Path", entry.path), cast("Backend", entry.backend)
+                    yield Plan(path, backend, cast("Order", entry.order), entry.config, table.source)
         if _is_usable("cuda") and _cuda().unavailable(device) is None:
             yield from _cuda().offers(rows, shape, device, order)
         if _is_usable("triton"):
@@ -313,12 +312,13 @@ def _triton_offers(rows: int, order: Order) -> Iterator[Plan]:
     if order == "gemv" or (order == "free" and rows == 1):
         yield _triton("gemv", order, warps=4)
     elif rows <= SMALL_ROWS:
-        # 16 weight rows a program is the most programs an MMA tile allows: 128 for G=2, one for each of an H200's 132 SMs.
-        # 128 columns a step is 2 KiB of codes a tile, and 3 stages of that keep loads in flight past the MMA chain.
+        # 16 weight rows a program is the most programs an MMA tile allows: 128 for G=2, one for each of an H200's 132
+        # SMs. 128 columns a step is 2 KiB of codes a tile, and 3 stages of that keep loads in flight past the MMA
+        # chain.
         yield _triton("small", order, block_n=16, block_k=128, warps=4, stages=3)
     elif rows <= MID_ROWS:
-        # Published for GB10 and kept as the default: the token tile grows until weights are read twice at most, the weight
-        # tile stays at 32 rows so that G=2 still gives 64 programs a token tile.
+        # Published for GB10 and kept as the default: the token tile grows until weights are read twice at most, the
+        # weight tile stays at 32 rows so that G=2 still gives 64 programs a token tile.
         block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64  # noqa: PLR2004
         yield _triton("mid", order, block_m=block_m, block_n=32, block_k=128, split_k=1, warps=4, stages=3)
     # Above 192 rows the product is bound by compute, and decoding each weight tile once per token tile costs more than
@@ -402,6 +402,6 @@ def _is_usable(backend: str) -> bool:
 
 
 def _cuda() -> Any:  # noqa: ANN401  see memreclaim_kernels.native
-    from memreclaim_kernels import native  # type: ignore[attr-defined]  # noqa: PLC0415  it loads NVRTC
+    from memreclaim_kernels import native  # type: ignore[attr-defined]
 
     return native

@@ -15,18 +15,18 @@ _COLS = 8
 _WARPS = 4
 
 
-@triton.jit
-def _prove_kernel(  # noqa: ANN202
-    codes,  # noqa: ANN001  int32 [G, R/16, D/32, 128]
-    exponents,  # noqa: ANN001  uint8 [G, R/32, D/32]
-    weight,  # noqa: ANN001  int16 [G, R, D]
-    count,  # noqa: ANN001  int64 [1], starts at 0
-    first,  # noqa: ANN001  uint64 [1], starts at the largest value, which is -1 as int64
-    row_tiles,  # noqa: ANN001
-    col_tiles,  # noqa: ANN001
-    ROWS: tl.constexpr,  # noqa: N803
-    COLS: tl.constexpr,  # noqa: N803
-):
+@triton.jit  # type: ignore[untyped-decorator]
+def _prove_kernel(
+    codes: tl.tensor,  # int32 [G, R/16, D/32, 128]
+    exponents: tl.tensor,  # uint8 [G, R/32, D/32]
+    weight: tl.tensor,  # int16 [G, R, D]
+    count: tl.tensor,  # int64 [1], starts at 0
+    first: tl.tensor,  # uint64 [1], starts at the largest value, which is -1 as int64
+    row_tiles: tl.tensor,
+    col_tiles: tl.tensor,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+) -> None:
     col_tile = tl.program_id(0) * COLS
     row_tile = tl.program_id(1) * ROWS
     group = tl.program_id(2).to(tl.int64)

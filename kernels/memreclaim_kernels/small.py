@@ -1,8 +1,9 @@
 """One to eight rows: every program holds 16 or more weight rows and all tokens, and runs the whole depth.
 
-Orders of sums: ``chain`` (cuBLAS), and ``splits8``, that of SGLang's 2..8-row kernel: 8 chains over an eighth of the depth
-each, added as ``(((p0+p2)+p4)+p6) + (((p1+p3)+p5)+p7)`` (0 of 884,736 outputs differed on an H200, five other orders did in
-1 to 14 of 150,000). Both run in one program: no partial sums in memory and no second launch, which cost stock 1.5 of 8.0 us.
+Orders of sums: ``chain`` (cuBLAS), and ``splits8``, that of SGLang's 2..8-row kernel: 8 chains over an eighth of the
+depth each, added as ``(((p0+p2)+p4)+p6) + (((p1+p3)+p5)+p7)`` (0 of 884,736 outputs differed on an H200, five other
+orders did in 1 to 14 of 150,000). Both run in one program: no partial sums in memory and no second launch, which cost
+stock 1.5 of 8.0 us.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ _BLOCK_M = 16
 _MAX_ROWS = 8
 
 
-@triton.jit
-def _small_kernel(  # noqa: ANN202
-    o,  # noqa: ANN001  bf16 [T, G, D]
-    tokens,  # noqa: ANN001
-    row_stride,  # noqa: ANN001
-    group_stride,  # noqa: ANN001
-    codes,  # noqa: ANN001  int32 [G, R/16, D/32, 128]
-    exponents,  # noqa: ANN001  uint8 [G, R/32, D/32]
-    out,  # noqa: ANN001  bf16 [T, G, R]
-    groups,  # noqa: ANN001
-    row_tiles,  # noqa: ANN001
-    col_tiles,  # noqa: ANN001
-    SPLITS: tl.constexpr,  # noqa: N803
-    BLOCK_M: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
-    COLS: tl.constexpr,  # noqa: N803
-    STAGES: tl.constexpr,  # noqa: N803
-):
+@triton.jit  # type: ignore[untyped-decorator]
+def _small_kernel(
+    o: tl.tensor,  # bf16 [T, G, D]
+    tokens: tl.tensor,
+    row_stride: tl.tensor,
+    group_stride: tl.tensor,
+    codes: tl.tensor,  # int32 [G, R/16, D/32, 128]
+    exponents: tl.tensor,  # uint8 [G, R/32, D/32]
+    out: tl.tensor,  # bf16 [T, G, R]
+    groups: tl.tensor,
+    row_tiles: tl.tensor,
+    col_tiles: tl.tensor,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> None:
     row_tile = tl.program_id(0) * ROWS
     group = tl.program_id(1).to(tl.int64)
     o += group * group_stride

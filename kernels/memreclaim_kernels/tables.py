@@ -18,8 +18,8 @@ A table is one JSON object::
         versions        object of strings: torch, triton, cuda, driver, as known
         measurement     object: microseconds per layer of twin and stock where measured, and the source in words
 
-A table that does not fit this is refused whole, with the file and the field named: a half-read table would send some row
-counts to a path nobody measured.
+A table that does not fit this is refused whole, with the file and the field named: a half-read table would send some
+row counts to a path nobody measured.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import json
 from datetime import date
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, NoReturn
 
 SCHEMA_VERSION: Final = 1
 PUBLISHED: Final = "published, not measured here"
@@ -178,13 +178,13 @@ def _fields(where: str, raw: object, names: set[str]) -> dict[str, Any]:
 def _pairs(where: str, field: str, raw: object, kind: Any) -> tuple[tuple[str, Any], ...]:  # noqa: ANN401
     if not isinstance(raw, dict) or not all(isinstance(v, kind) and not isinstance(v, bool) for v in raw.values()):
         _refuse(where, field, raw, "has a value of the wrong type")
-    return tuple(sorted(raw.items()))  # type: ignore[union-attr]  # _refuse raises
+    return tuple(sorted(raw.items()))
 
 
 def _pair(where: str, field: str, raw: object, least: int) -> tuple[int, int]:
     if not isinstance(raw, list) or [type(item) for item in raw] != [int, int] or min(raw) < least:
         _refuse(where, field, raw, f"must be two integers of at least {least}")
-    first, second = raw  # type: ignore[misc]  # _refuse raises
+    first, second = raw
     return first, second
 
 
@@ -192,6 +192,6 @@ def _is_count(value: object) -> bool:
     return type(value) is int and value > 0
 
 
-def _refuse(where: str, field: str, value: object, why: str) -> None:
+def _refuse(where: str, field: str, value: object, why: str) -> NoReturn:
     message = f"{where}: {field}={value!r} {why}"
     raise TableError(message)

@@ -1,7 +1,7 @@
 """Cases, inputs, references and bitwise comparison, for the tests, the benches and the check on the device.
 
-``enumerate_*`` says which cases there are, ``generate_*`` makes the tensors of one. Everything is made from a seed on the
-device it is for, so a failure can be repeated from its name.
+``enumerate_*`` says which cases there are, ``generate_*`` makes the tensors of one. Everything is made from a seed on
+the device it is for, so a failure can be repeated from its name.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def enumerate_shapes() -> Iterator[WeightShape]:
 
 
 def enumerate_small_shapes() -> Iterator[WeightShape]:
-    """Weight shapes an interpreter can run: one block, several groups, and depths no tile of 128 or 256 columns divides."""
+    """Weight shapes an interpreter can run: one block, several groups, and a depth that no tile divides."""
     yield WeightShape(1, 32, 32)
     yield WeightShape(2, 32, 256)
     yield WeightShape(1, 96, 288)
@@ -106,7 +106,7 @@ def generate_activations(
 
 
 def lay_out(values: torch.Tensor, stride: Stride) -> torch.Tensor:
-    """``values [T, G, D]`` in another memory layout, surrounded by NaN, which a kernel that reads too much would show."""
+    """``values [T, G, D]`` in another memory layout, surrounded by NaN that shows when a kernel reads too much."""
     if stride.shared_group:
         return values[:, :1].expand(values.shape)
     if stride == Stride():
@@ -118,7 +118,7 @@ def lay_out(values: torch.Tensor, stride: Stride) -> torch.Tensor:
     return memory.as_strided(values.shape, (row_stride, group_stride, 1)).copy_(values)
 
 
-def generate_case(  # noqa: PLR0913  a case has this many sides
+def generate_case(
     kind: str,
     rows: int,
     shape: WeightShape,
@@ -130,10 +130,10 @@ def generate_case(  # noqa: PLR0913  a case has this many sides
     """Operands of one kind.
 
     ``normal``, ``tiny``, ``huge``, ``overflow``: random, activations around 1, 2**-60 and 2**60, and so large that some
-    outputs are infinite; ``cancelling``: neighbouring columns cancel but for their last bits, so that every lost bit of an
-    intermediate sum shows; ``zeros``: half of the activations and codes are zeros of both signs, a fifth of the rows wholly;
-    ``weak`` and ``faint``: weights, or activations, that are bf16 subnormals; ``exact``: small integers and eighths, whose
-    sums fp32 holds exactly in any order. Raises ``ValueError`` for any other word.
+    outputs are infinite; ``cancelling``: neighbouring columns cancel but for their last bits, so that every lost bit of
+    an intermediate sum shows; ``zeros``: half of the activations and codes are zeros of both signs, a fifth of the rows
+    wholly; ``weak`` and ``faint``: weights, or activations, that are bf16 subnormals; ``exact``: small integers and
+    eighths, whose sums fp32 holds exactly in any order. Raises ``ValueError`` for any other word.
     """
     codes, exponents = generate_kind_twin(kind, shape, seed=seed, device=device)
     scale = {"tiny": 2.0**-60, "huge": 2.0**60, "faint": 2.0**-130}.get(kind, 1.0)
@@ -173,7 +173,8 @@ def generate_kind_twin(
         # Byte 0 of a word is an even column of the upper half, byte 3 an odd column of the lower.
         codes.view(-1, 4)[:, ::3] &= 0x80
     elif kind == "exact":
-        # Magnitudes 1, 1.125 .. 1.875 and 0.0: a sum is a multiple of 1/8 below 4 * 1.875 * depth < 2**21 for depth < 2**18.
+        # Magnitudes 1, 1.125 .. 1.875 and 0.0: a sum is a multiple of 1/8 below 4 * 1.875 * depth < 2**21 for depth <
+        # 2**18.
         codes &= 0x87
         codes |= 0x38
     return codes, exponents
@@ -205,11 +206,10 @@ def first_difference(actual: torch.Tensor, expected: torch.Tensor) -> str | None
     if count == 0:
         return None
     flat = int(differs.byte().argmax())
+    pairs = ((actual, a), (expected, e))
     coordinate = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), actual.shape))
-    return (
-        f"{count} of {a.numel()} differ, the first at {coordinate}: {float(actual.reshape(-1)[flat])!r} "
-        f"(0x{int(a[flat]) & 0xFFFF:04x}), expected {float(expected.reshape(-1)[flat])!r} (0x{int(e[flat]) & 0xFFFF:04x})"
-    )
+    got, wanted = (f"{float(t.reshape(-1)[flat])!r} (0x{int(b[flat]) & 0xFFFF:04x})" for t, b in pairs)
+    return f"{count} of {a.numel()} differ, the first at {coordinate}: {got}, expected {wanted}"
 
 
 def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, name: str = "result") -> None:

@@ -10,16 +10,16 @@ import re
 import sys
 from typing import Any
 
-from memreclaim_kernels import dequant, encode, gemv, mid, prove, small
 from triton import compile as compile_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from memreclaim_kernels import dequant, encode, gemv, mid, prove, small
+
 TWIN = {"codes": "*i32", "exponents": "*u8"}
 TILES = {"row_tiles": "i32", "col_tiles": "i32"}
-CHAIN = {
-    "o": "*bf16", "tokens": "i32", "row_stride": "i32", "group_stride": "i32", **TWIN, "out": "*bf16", "groups": "i32", **TILES,
-}  # fmt: skip
+STRIDES = {"tokens": "i32", "row_stride": "i32", "group_stride": "i32"}
+CHAIN = {"o": "*bf16", **STRIDES, **TWIN, "out": "*bf16", "groups": "i32", **TILES}
 TILE = {"BLOCK_M": 16, "ROWS": 1, "COLS": 4, "STAGES": 3}
 KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, int]]] = {
     "gemv": (gemv._gemv_kernel, {"o": "*bf16", "group_stride": "i32", **TWIN, "out": "*bf16", **TILES}, {}),
@@ -61,4 +61,4 @@ def build(name: str, capability: int) -> dict[str, Any]:
 if __name__ == "__main__":
     for word in sys.argv[1:]:
         target, _, kernel = word.partition(":")
-        print(json.dumps(build(kernel, int(target))), flush=True)
+        sys.stdout.write(json.dumps(build(kernel, int(target))) + "\n")

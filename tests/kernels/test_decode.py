@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+
 from memreclaim_kernels import blocks, ops, reference, testing
 
 EXPONENTS = blocks.MAX_EXPONENT + 1
@@ -85,7 +86,7 @@ def test_kernel_dequantize(
     kernel_device: torch.device, twin: tuple[torch.Tensor, torch.Tensor], expected: np.ndarray
 ) -> None:
     """The Triton kernel gives the same."""
-    from memreclaim_kernels import dequant  # noqa: PLC0415  after conftest chose the interpreter
+    from memreclaim_kernels import dequant
 
     codes, exponents = (part.to(kernel_device) for part in twin)
     assert_equal(dequant.dequantize(codes, exponents)[0].cpu(), expected)
@@ -97,7 +98,7 @@ def test_pack_and_unpack_are_inverse() -> None:
     natural = torch.randint(0, 256, (2, 64, 96), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     assert torch.equal(natural, blocks.unpack(blocks.pack(natural)))
     places = blocks.pack(torch.arange(512).view(1, 16, 32).remainder(256).to(torch.uint8))
-    assert [2] * 256 == torch.bincount(places.view(-1).int(), minlength=256).tolist()
+    assert torch.bincount(places.view(-1).int(), minlength=256).tolist() == [2] * 256
 
 
 @pytest.mark.cpu

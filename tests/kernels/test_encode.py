@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from memreclaim_kernels import blocks, encode as kernel, ops, reference, testing
+
+from memreclaim_kernels import blocks, ops, reference, testing
+from memreclaim_kernels import encode as kernel
 from memreclaim_kernels.blocks import WeightShape
 
 SHAPE = WeightShape(2, 64, 160)
@@ -49,7 +51,7 @@ WEIGHTS = {
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_kernel_gives_the_reference_bytes(kernel_device: torch.device, name: str) -> None:
-    """Codes and exponents of the kernel equal the reference's, for every bf16 pattern there is and for adversarial blocks."""
+    """Codes and exponents of the kernel equal the reference's, for every bf16 pattern and adversarial blocks."""
     weight = WEIGHTS[name]()
     codes, exponents = kernel.encode(weight.to(kernel_device))
     expected_codes, expected_exponents = reference.encode(weight)
@@ -63,7 +65,7 @@ def test_representable_weights_come_back(span: tuple[int, int]) -> None:
     """A weight that a twin can hold is encoded without a changed bit, bf16 subnormals included (cases 1, 4 and 5)."""
     weight = reference.dequantize(*testing.generate_twin(SHAPE, exponents=span))
     codes, exponents = ops.encode(weight)
-    assert [0, -1] == ops.prove(codes, exponents, weight).tolist()
+    assert ops.prove(codes, exponents, weight).tolist() == [0, -1]
     testing.assert_same_bits(ops.dequantize(codes, exponents), weight)
 
 
@@ -95,5 +97,5 @@ def test_zero_blocks_keep_their_signs() -> None:
     weight = torch.zeros((1, 32, 64), dtype=torch.bfloat16)
     weight[:, ::2, 32:] = -0.0
     codes, exponents = ops.encode(weight)
-    assert [[[127, 127]]] == exponents.tolist()
+    assert exponents.tolist() == [[[127, 127]]]
     testing.assert_same_bits(ops.dequantize(codes, exponents), weight)

@@ -25,4 +25,4 @@ assert not torch.cuda.is_initialized()
 def test_import_and_cpu_use_load_no_triton() -> None:
     """In a fresh process, ops, plans and a CPU projection load no Triton and start no CUDA."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False)
-    assert (0, "") == (done.returncode, done.stderr)
+    assert (done.returncode, done.stderr) == (0, "")

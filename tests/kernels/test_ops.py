@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
 from memreclaim_kernels import ops, plan, reference, testing
 from memreclaim_kernels.blocks import WeightShape
 from memreclaim_kernels.testing import Case, Stride
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytestmark = pytest.mark.cpu
 
@@ -85,7 +86,7 @@ def test_plans_that_are_none_are_refused(case: Case, key: str) -> None:
 def test_kernels_are_refused_on_a_cpu_without_the_interpreter(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """A CUDA plan for CPU tensors raises ``ValueError`` instead of reaching a compiler."""
     monkeypatch.setattr(ops, "is_interpreted", lambda: False)
-    ops._resolve.cache_clear()  # noqa: SLF001
+    ops._resolve.cache_clear()
     with pytest.raises(ValueError, match="needs a CUDA device"):
         ops.grouped_projection(*case, "mid:triton:chain:block_m=64")
 
@@ -101,7 +102,7 @@ SAMPLES: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_opcheck(case: Case, name: str) -> None:
-    """torch's own checks of schema, fake and dispatch pass for every op."""
+    """Torch's own checks of schema, fake and dispatch pass for every op."""
     op = getattr(torch.ops.memreclaim, name).default
     results = torch.library.opcheck(op, SAMPLES[name](case), raise_exception=True)
     assert {"SUCCESS"} == set(results.values())
@@ -127,7 +128,7 @@ def test_projecting_fakes_goes_through_the_dispatcher(case: Case) -> None:
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(part) for part in case]
         out = ops.project(*fakes, plan.parse(DEQUANT))
-    assert (5, 2, 64) == tuple(out.shape)
+    assert tuple(out.shape) == (5, 2, 64)
     assert type(out) is not torch.Tensor
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
 from memreclaim_kernels import plan, testing
 from memreclaim_kernels.plan import Device, Plan, Verdict
 
@@ -45,9 +46,7 @@ def approve(device: Device, shape: tuple[int, int, int] = SHAPE, stock: plan.Sto
 @pytest.mark.parametrize("phase", ["decode", "verify", "draft", "prefill"])
 @pytest.mark.parametrize("groups", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", DEVICES)
-def test_every_row_count_has_one_legal_path(
-    name: str, groups: int, phase: plan.Phase, numerics: plan.Numerics
-) -> None:
+def test_every_row_count_has_one_legal_path(name: str, groups: int, phase: plan.Phase, numerics: plan.Numerics) -> None:
     """Whatever the device, groups, phase and numerics, each row count gets one plan, and that plan may run it."""
     device = DEVICES[name]
     approve(device, (groups, 1024, 4096))
@@ -67,7 +66,7 @@ def test_no_row_count_up_to_192_dequantises_when_verified(name: str, groups: int
     paths = {
         rows: plan.select(rows, groups, 1024, 4096, device=device, numerics=numerics).path for rows in range(1, 193)
     }
-    assert [] == [rows for rows, path in paths.items() if path == "dequant"]
+    assert [rows for rows, path in paths.items() if path == "dequant"] == []
 
 
 @pytest.mark.parametrize("name", DEVICES)
@@ -75,7 +74,7 @@ def test_unverified_kernels_do_not_serve_identical(name: str) -> None:
     """Before the comparison every row count dequantises, and the plan says why."""
     for rows in ROWS[1:]:
         chosen = plan.select(rows, *SHAPE, device=DEVICES[name])
-        assert "dequant" == chosen.path
+        assert chosen.path == "dequant"
         assert ("not compared" in chosen.reason) == (rows <= plan.MID_ROWS)
 
 
@@ -86,15 +85,15 @@ def test_one_differing_bit_keeps_a_bucket_on_the_stock_path() -> None:
     kernel = plan.candidates(16, *SHAPE, device=device)[0]
     plan.record(kernel, 16, SHAPE, device, Verdict(same=False, rows=(16,), elements=9, difference="at (3, 1, 7)"))
     paths = [plan.select(rows, *SHAPE, device=device).path for rows in (8, 9, 16, 17)]
-    assert ["small", "dequant", "dequant", "mid"] == paths
+    assert paths == ["small", "dequant", "dequant", "mid"]
     assert "at (3, 1, 7)" in plan.select(9, *SHAPE, device=device).reason
 
 
 def test_a_verdict_holds_for_its_device_and_shape_only() -> None:
     """Bits that agree on one GPU, or for one weight shape, say nothing about another."""
     approve(DEVICES["h200"])
-    assert "dequant" == plan.select(16, *SHAPE, device=DEVICES["sm80"]).path
-    assert "dequant" == plan.select(16, 4, 1024, 4096, device=DEVICES["h200"]).path
+    assert plan.select(16, *SHAPE, device=DEVICES["sm80"]).path == "dequant"
+    assert plan.select(16, 4, 1024, 4096, device=DEVICES["h200"]).path == "dequant"
 
 
 def test_prefill_never_takes_free_sums() -> None:
@@ -108,7 +107,7 @@ def test_fused_kernels_serve_unless_found_wrong() -> None:
     """Free sums need no bit comparison, but a kernel outside its tolerance does not serve."""
     device = DEVICES["gb10"]
     chosen = plan.select(6, *SHAPE, device=device, numerics="fused")
-    assert "free" == chosen.order
+    assert chosen.order == "free"
     plan.record(chosen, 6, SHAPE, device, Verdict(same=False, rows=(6,), elements=1, difference="relative error"))
     assert chosen != plan.select(6, *SHAPE, device=device, numerics="fused")
 
@@ -125,9 +124,7 @@ def test_fused_kernels_serve_unless_found_wrong() -> None:
         (1, "decode", (2, 1024, 2048), "chain"),
     ],
 )
-def test_sglang_order_of_sums(
-    rows: int, phase: plan.Phase, shape: tuple[int, int, int], expected: plan.Order
-) -> None:
+def test_sglang_order_of_sums(rows: int, phase: plan.Phase, shape: tuple[int, int, int], expected: plan.Order) -> None:
     """SGLang's own kernels serve 1 and 2..8 rows of the (2, 4096) shape outside prefill; everything else is cuBLAS."""
     device = DEVICES["h200"]
     orders = {p.order for p in plan.candidates(rows, *shape, device=device, phase=phase, stock="sglang")[:-1]}
@@ -137,7 +134,7 @@ def test_sglang_order_of_sums(
 def test_cpu_dequantises() -> None:
     """On a CPU every row count is the reference: decode, then the stock product."""
     assert {Plan("dequant", "reference")} == {plan.select(rows, *SHAPE, device=plan.CPU) for rows in ROWS[1:]}
-    assert plan.CPU == plan.device_of(torch.device("cpu"))
+    assert plan.device_of(torch.device("cpu")) == plan.CPU
 
 
 def test_no_rows_is_a_path_of_its_own() -> None:
@@ -173,8 +170,8 @@ def test_old_gpus_and_cpus_run_no_kernel() -> None:
     """Below sm80 there is no bf16 MMA, and on a CPU no kernel at all: only dequantisation is offered."""
     for device in (Device("Tesla T4", (7, 5)), plan.CPU):
         for rows in ROWS[1:]:
-            assert ["dequant"] == [p.path for p in plan.candidates(rows, *SHAPE, device=device)]
-        assert "reference" == plan.backend_for(device)
+            assert [p.path for p in plan.candidates(rows, *SHAPE, device=device)] == ["dequant"]
+        assert plan.backend_for(device) == "reference"
 
 
 def test_tables_for_gb10_stay_under_its_shared_memory() -> None:
@@ -189,8 +186,8 @@ def test_a_disabled_backend_is_not_offered() -> None:
     """A backend that cannot be used in this process is left out everywhere."""
     approve(DEVICES["h200"])
     plan.disable("triton", "no compiler")
-    assert "dequant" == plan.select(16, *SHAPE, device=DEVICES["h200"]).path
-    assert "reference" == plan.backend_for(DEVICES["h200"])
+    assert plan.select(16, *SHAPE, device=DEVICES["h200"]).path == "dequant"
+    assert plan.backend_for(DEVICES["h200"]) == "reference"
 
 
 def test_keys_and_plans_are_the_same_thing() -> None:
@@ -211,7 +208,7 @@ def test_listeners_hear_each_choice_once() -> None:
         plan.select(rows, *SHAPE, device=DEVICES["h200"])
     remove()
     plan.select(64, *SHAPE, device=DEVICES["h200"])
-    assert [(9, "dequant"), (17, "dequant")] == heard
+    assert heard == [(9, "dequant"), (17, "dequant")]
 
 
 def test_buckets_partition_the_row_counts() -> None:

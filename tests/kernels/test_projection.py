@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from memreclaim_kernels import ops, plan, reference, testing
 from memreclaim_kernels.blocks import WeightShape
 from memreclaim_kernels.testing import Case, Stride

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from memreclaim_kernels import ops, prove as kernel, reference, testing
+
+from memreclaim_kernels import ops, reference, testing
+from memreclaim_kernels import prove as kernel
 from memreclaim_kernels.blocks import WeightShape
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ def flip(weight: torch.Tensor, *coordinates: tuple[int, int, int]) -> torch.Tens
 def test_exact_twin(prove: Prove) -> None:
     """No element of an exact twin differs and there is no first one."""
     twin = testing.generate_twin(SHAPE)
-    assert [0, -1] == prove(*twin, reference.dequantize(*twin))
+    assert prove(*twin, reference.dequantize(*twin)) == [0, -1]
 
 
 @pytest.mark.parametrize("coordinate", [(0, 0, 0), (0, 17, 255), (0, 31, 287), (1, 0, 0), (1, 8, 256), (1, 31, 287)])
@@ -55,7 +57,7 @@ def test_first_of_many(prove: Prove) -> None:
     """Of several wrong elements in different programs all are counted and the lowest index is reported."""
     twin = testing.generate_twin(SHAPE)
     weight = flip(reference.dequantize(*twin), (1, 3, 9), (0, 20, 280), (0, 19, 287), (1, 31, 0))
-    assert [4, 19 * 288 + 287] == prove(*twin, weight)
+    assert prove(*twin, weight) == [4, 19 * 288 + 287]
 
 
 def test_all_elements_differ(prove: Prove) -> None:
@@ -71,8 +73,8 @@ def test_sign_of_zero(prove: Prove, value: float) -> None:
     """A zero of the other sign is a mismatch (case 2)."""
     weight = torch.full((1, 32, 32), value, dtype=torch.bfloat16)
     twin = reference.encode(weight)
-    assert [0, -1] == prove(*twin, weight)
-    assert [1024, 0] == prove(*twin, -weight)
+    assert prove(*twin, weight) == [0, -1]
+    assert prove(*twin, -weight) == [1024, 0]
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy, at products that are infinite
@@ -116,4 +118,4 @@ def test_padded_groups(prove: Prove, zero_groups: tuple[int, ...]) -> None:
     weight[2:] = weight[2]
     for group in zero_groups:
         weight[group] = 0
-    assert [0, -1] == prove(*reference.encode(weight), weight)
+    assert prove(*reference.encode(weight), weight) == [0, -1]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
 from memreclaim_kernels import ops, plan, reference, selfcheck, testing
 from memreclaim_kernels.blocks import WeightShape
 
@@ -51,16 +52,16 @@ def paths(rows: list[int]) -> list[str]:
 def test_kernels_that_agree_serve() -> None:
     """After the check every row count it covered is served by its kernel, those above are not."""
     checks = selfcheck.check(SHAPE, CPU, max_rows=32)
-    assert [(1, 1), (2, 8), (9, 16), (17, 32)] == [check.rows for check in checks]
-    assert ["small", "small", "mid", "mid"] == [check.chosen.path for check in checks]
-    assert ["small", "small", "mid", "mid", "dequant"] == paths([1, 8, 9, 32, 33])
+    assert [check.rows for check in checks] == [(1, 1), (2, 8), (9, 16), (17, 32)]
+    assert [check.chosen.path for check in checks] == ["small", "small", "mid", "mid"]
+    assert paths([1, 8, 9, 32, 33]) == ["small", "small", "mid", "mid", "dequant"]
 
 
 def test_one_wrong_bit_at_one_row_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """One bit at 12 rows keeps the kernel out of its bucket, and the verdict names rows and coordinate."""
     monkeypatch.setattr(ops, "grouped_projection", wrong_at_12_rows)
     checks = selfcheck.check(SHAPE, CPU, max_rows=32)
-    assert ["small", "small", "dequant", "mid"] == [check.chosen.path for check in checks]
+    assert [check.chosen.path for check in checks] == ["small", "small", "dequant", "mid"]
     assert "12 rows" in checks[2].chosen.reason
     assert "(11, 1, 31)" in checks[2].chosen.reason
 
@@ -74,7 +75,7 @@ def test_kernel_that_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ops, "grouped_projection", broken)
     checks = selfcheck.check(SHAPE, CPU, max_rows=8)
-    assert ["dequant", "dequant"] == [check.chosen.path for check in checks]
+    assert [check.chosen.path for check in checks] == ["dequant", "dequant"]
     assert "ptxas is missing" in checks[0].chosen.reason
 
 
@@ -83,12 +84,12 @@ def test_free_sums_need_to_be_close_only(monkeypatch: pytest.MonkeyPatch) -> Non
     flip_one_last_bit = wrong_at_12_rows
     monkeypatch.setattr(ops, "grouped_projection", flip_one_last_bit)
     checks = selfcheck.check(SHAPE, CPU, numerics="fused", max_rows=16)
-    assert [True, True, True] == [check.verdicts[0][1].same for check in checks]
+    assert [check.verdicts[0][1].same for check in checks] == [True, True, True]
     monkeypatch.setattr(ops, "grouped_projection", lambda *args: right_kernel(*args) * 1.01)
     plan.forget()
     checks = selfcheck.check(SHAPE, CPU, numerics="fused", max_rows=16)
-    assert [False, False, False] == [check.verdicts[0][1].same for check in checks]
-    assert ["dequant"] * 3 == [check.chosen.path for check in checks]
+    assert [check.verdicts[0][1].same for check in checks] == [False, False, False]
+    assert [check.chosen.path for check in checks] == ["dequant"] * 3
 
 
 def test_another_engines_bits_need_its_stock_path() -> None:
@@ -104,17 +105,17 @@ def test_the_given_stock_path_is_what_counts() -> None:
         return -reference.grouped_projection(o, weight)
 
     checks = selfcheck.check(SHAPE, CPU, stock_path=other, max_rows=8)
-    assert ["dequant", "dequant"] == [check.chosen.path for check in checks]
+    assert [check.chosen.path for check in checks] == ["dequant", "dequant"]
 
 
 def test_a_cpu_has_nothing_to_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU the stock path serves anyway."""
     monkeypatch.setattr(plan, "device_of", lambda _: plan.CPU)
-    assert () == selfcheck.check(SHAPE, CPU)
+    assert selfcheck.check(SHAPE, CPU) == ()
 
 
 def test_every_row_count_up_to_192_is_compared() -> None:
-    """cuBLAS may change its algorithm at any row count, so none is left out where kernels serve decode and verify."""
+    """CuBLAS may change its algorithm at any row count, so none is left out where kernels serve decode and verify."""
     compared = {
         rows
         for first, last in zip((1, 2, 9, 17, 33, 65, 129), (1, 8, 16, 32, 64, 128, 192), strict=True)
@@ -136,7 +137,7 @@ def test_kinds_are_what_they_say(kind: str) -> None:
         "tiny": lambda: 0 < largest < 2.0**-40,
         "huge": lambda: 2.0**50 < largest < 2.0**120,
         "overflow": lambda: bool(out.bfloat16().isinf().any()),
-        "cancelling": lambda: largest < 0.05 * float((case.o.double().abs().sum(2).max() * weight.double().abs().max())),
+        "cancelling": lambda: largest < 0.05 * float(case.o.double().abs().sum(2).max() * weight.double().abs().max()),
         "zeros": lambda: bool((case.o == 0).float().mean() > 0.5) and bool((weight == 0).float().mean() > 0.4),
         "weak": lambda: bool(((weight != 0) & (weight.abs() < 2.0**-126)).any()) and largest > 0,
         "faint": lambda: bool(((case.o != 0) & (case.o.abs() < 2.0**-126)).any()) and largest > 0,
@@ -153,8 +154,9 @@ def test_differences_are_named() -> None:
     other.view(torch.int16)[1, 0] = -1
     testing.assert_same_bits(other, expected)
     other[0, 1] = -0.0
-    assert "1 of 4 differ, the first at (0, 1): -0.0 (0x8000), expected 0.0 (0x0000)" == testing.first_difference(
-        other, expected
+    assert (
+        testing.first_difference(other, expected)
+        == "1 of 4 differ, the first at (0, 1): -0.0 (0x8000), expected 0.0 (0x0000)"
     )
     with pytest.raises(AssertionError, match=r"twin: .*\(2,\)"):
         testing.assert_same_bits(other[0], expected, "twin")

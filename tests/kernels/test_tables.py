@@ -7,6 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
 from memreclaim_kernels import plan, tables
 
 if TYPE_CHECKING:
@@ -59,15 +60,15 @@ def write(folder: Path, table: object) -> Path:
 def test_good_table(folder: Path) -> None:
     """Every field comes through."""
     table = tables.load(write(folder, GOOD))
-    assert ("mine.json", "H200", (9, 0), "measured") == table[:4]
+    assert table[:4] == ("mine.json", "H200", (9, 0), "measured")
     entry = table.entries[0]
-    assert (("block_m", 16), ("warps", 8)) == entry.config
-    assert [True, False, False, False] == [
+    assert entry.config == (("block_m", 16), ("warps", 8))
+    assert [
         entry.matches(9, 4, 1024, 7, "identical"),
         entry.matches(17, 4, 1024, 7, "identical"),
         entry.matches(9, 1, 1024, 7, "identical"),
         entry.matches(9, 4, 1024, 7, "fused"),
-    ]
+    ] == [True, False, False, False]
 
 
 BAD = {
@@ -97,7 +98,7 @@ BAD_ENTRY = {
 @pytest.mark.parametrize(("field", "value"), BAD.items())
 def test_bad_head_is_refused(folder: Path, field: str, value: object) -> None:
     """A wrong field of the head is named."""
-    name = field.split(".")[0]
+    name = field.split(".", maxsplit=1)[0]
     with pytest.raises(tables.TableError, match=rf"mine\.json.*{name}"):
         tables.load(write(folder, GOOD | {name: value}))
 
@@ -134,17 +135,18 @@ def test_user_tables_come_first(folder: Path) -> None:
     table = copy.deepcopy(GOOD)
     table["device"] = {"name": "GB10", "capability": [12, 1]}
     write(folder, table)
-    assert ["mine.json", "gb10.json (published, not measured here)"] == [
-        found.source for found in tables.for_device("NVIDIA GB10", (12, 1))
+    assert [found.source for found in tables.for_device("NVIDIA GB10", (12, 1))] == [
+        "mine.json",
+        "gb10.json (published, not measured here)",
     ]
-    assert () == tables.for_device("NVIDIA GB10", (12, 0))
+    assert tables.for_device("NVIDIA GB10", (12, 0)) == ()
     device = plan.Device("NVIDIA GB10", (12, 1))
-    assert "mine.json" == plan.candidates(12, 2, 1024, 4096, device=device)[0].source
+    assert plan.candidates(12, 2, 1024, 4096, device=device)[0].source == "mine.json"
 
 
 def test_shipped_tables_are_valid() -> None:
     """Every table in the package can be read, and GB10's says that nobody measured it here."""
     shipped = {file.stem: tables.load(file) for file in sorted(tables.SHIPPED.glob("*.json"))}
-    assert tables.PUBLISHED == shipped["gb10"].status
+    assert shipped["gb10"].status == tables.PUBLISHED
     for name, table in shipped.items():
         assert all(entry.date for entry in table.entries) or table.status == tables.PUBLISHED, name
