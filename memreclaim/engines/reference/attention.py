@@ -94,11 +94,15 @@ class Attention(nn.Module):
 def attend(queries: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
     """Causal attention of the last rows of one request, the latent being key and value.
 
+    In fp32: in bf16, on a CPU without bf16 arithmetic, the demo's workload took 7.7 s of one core instead of 5.8 s,
+    most of the difference in the products of its 200-row prompt.
+
     Shapes: bf16 ``[rows, heads, dim]`` of the last tokens, ``[tokens, dim]`` -> ``[rows, heads, dim]``.
     """
     rows, heads, dim = queries.shape
     tokens = latents.shape[0]
-    scores = (queries.reshape(rows * heads, dim) @ latents.T).float().view(rows, heads, tokens) / math.sqrt(dim)
+    wide = latents.float()
+    scores = (queries.float().view(rows * heads, dim) @ wide.T).view(rows, heads, tokens) / math.sqrt(dim)
     hidden = torch.ones((rows, tokens), dtype=torch.bool, device=queries.device).triu(tokens - rows + 1)
     weights = scores.masked_fill(hidden.unsqueeze(1), -math.inf).softmax(dim=-1)
-    return (weights.to(latents.dtype).view(rows * heads, tokens) @ latents).view(rows, heads, dim)
+    return (weights.view(rows * heads, tokens) @ wide).view(rows, heads, dim).to(latents.dtype)
