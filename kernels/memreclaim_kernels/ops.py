@@ -178,26 +178,28 @@ def _dequantize_and_multiply(
 
 
 def _encode_cuda(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    codes, exponents = _backend_function(weight.device, "encode")(weight)
+    codes, exponents = _backend_function(weight, "encode")(weight)
     return codes, exponents
 
 
 def _prove_cuda(codes: torch.Tensor, exponents: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    verdict: torch.Tensor = _backend_function(weight.device, "prove")(codes, exponents, weight)
+    verdict: torch.Tensor = _backend_function(weight, "prove")(codes, exponents, weight)
     return verdict
 
 
 def _dequantize_cuda(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    weight: torch.Tensor = _backend_function(codes.device, "dequantize")(codes, exponents)
+    weight: torch.Tensor = _backend_function(codes, "dequantize")(codes, exponents)
     return weight
 
 
+def _backend_function(tensor: torch.Tensor, name: str) -> Callable[..., Any]:
+    """``encode``, ``prove`` or ``dequantize`` of the backend that serves a tensor's device."""
+    return _function(plan.backend_for(plan.device_of(tensor.device)), name)
+
+
 @cache
-def _backend_function(device: torch.device, name: str) -> Callable[..., Any]:
-    """``encode``, ``prove`` or ``dequantize`` of the backend that serves a CUDA device."""
-    module = {"cuda": "native", "triton": _TRITON_MODULES[name], "reference": "reference"}[
-        plan.backend_for(plan.device_of(device))
-    ]
+def _function(backend: plan.Backend, name: str) -> Callable[..., Any]:
+    module = {"cuda": "native", "triton": _TRITON_MODULES[name], "reference": "reference"}[backend]
     function: Callable[..., Any] = getattr(import_module(f"memreclaim_kernels.{module}"), name)
     return function
 

@@ -13,11 +13,12 @@ outputs for as long as it runs.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from memreclaim_kernels import ops, plan, reference, testing
+from memreclaim_kernels import blocks, ops, plan, reference, testing
 from memreclaim_kernels.testing import Stride
 
 if TYPE_CHECKING:
@@ -75,7 +76,45 @@ def check(
         offers = _offers(first, last, shape, choose)
         verdicts = _settle(offers, (first, last), shape, device, stock_path or reference.grouped_projection)
         checks.append(Check((first, last), plan.select(last, *shape, **choose), verdicts))
+    _decode_inputs.cache_clear()
     return tuple(checks)
+
+
+def check_backend(device: torch.device) -> plan.Backend:
+    """Find a backend whose encode, prove and dequantise do what the reference does, and disable those that do not.
+
+    Every code at every exponent is decoded, encoded and proven, and a flipped bit must be found. Returns the backend
+    that serves from now on; ``reference``, which is slow on a GPU, when no kernels are right or can be compiled.
+    """
+    about = plan.device_of(device)
+    while (backend := plan.backend_for(about)) != "reference":
+        try:
+            wrong = _backend_fault(device)
+        except Exception as error:  # noqa: BLE001  compilers and drivers raise what they like
+            wrong = repr(error)
+        if not wrong:
+            break
+        plan.disable(backend, wrong)
+    return backend
+
+
+def _backend_fault(device: torch.device) -> str | None:
+    exponents = torch.arange(blocks.MAX_EXPONENT + 1, dtype=torch.uint8, device=device).view(1, 1, -1)
+    natural = torch.arange(1024, device=device).view(1, 32, 32).repeat(1, 1, exponents.numel()).to(torch.uint8)
+    codes = blocks.pack(natural)
+    weight = reference.dequantize(codes, exponents)
+    difference = testing.first_difference(ops.dequantize(codes, exponents), weight)
+    if difference:
+        return f"dequantize: {difference}"
+    weight = weight[..., : testing.SAFE_EXPONENTS * blocks.BLOCK].nan_to_num(0).contiguous()
+    encoded, expected = ops.encode(weight), reference.encode(weight)
+    if not all(map(torch.equal, encoded, expected)):
+        return "encode: other bytes than the reference"
+    proofs = [ops.prove(*encoded, weight).tolist()]
+    weight.view(torch.int16).view(-1)[-7] ^= 1
+    proofs.append(ops.prove(*encoded, weight).tolist())
+    right = [[0, -1], [1, weight.numel() - 7]]
+    return None if proofs == right else f"prove: {proofs} instead of {right}"
 
 
 def _offers(first: int, last: int, shape: WeightShape, choose: dict[str, Any]) -> dict[Plan, list[int]]:
@@ -130,25 +169,46 @@ def _compare(
     candidate: Plan, rows: tuple[int, ...], shape: WeightShape, device: torch.device, stock_path: StockPath
 ) -> Verdict:
     """Run one plan and the stock path over every kind of input and row count."""
-    kinds = _FINITE_KINDS if candidate.order == "free" else testing.KINDS
     elements = 0
-    for number, kind in enumerate(kinds):
+    for name, o, codes, exponents, weight in _inputs(candidate, rows, shape, device):
+        try:
+            actual = ops.grouped_projection(o, codes, exponents, candidate.key)
+        except Exception as error:  # noqa: BLE001  compilers raise what they like
+            # A kernel that does not compile or launch here must not serve, and need not stop the engine.
+            return plan.Verdict(same=False, rows=rows, elements=elements, difference=f"cannot run: {error!r}")
+        difference = _difference(candidate, actual, o, weight, stock_path)
+        elements += actual.numel()
+        if difference:
+            where = f"{name}, {o.shape[0]} rows, stride {o.stride()}: {difference}"
+            return plan.Verdict(same=False, rows=rows, elements=elements, difference=where)
+    return plan.Verdict(same=True, rows=rows, elements=elements)
+
+
+def _inputs(
+    candidate: Plan, rows: tuple[int, ...], shape: WeightShape, device: torch.device
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Name, activations, codes, exponents and dequantised weight of every comparison."""
+    # First every code at every exponent, one at a time: the decoder of this very kernel against integer arithmetic.
+    codes, exponents, columns, weight = _decode_inputs(shape, device)
+    for start in range(0, len(columns), rows[-1]):
+        chosen = [columns[(start + token) % len(columns)] for token in range(rows[-1])]
+        yield "decode", testing.generate_one_hot(chosen, shape, device=device), codes, exponents, weight
+    for number, kind in enumerate(_FINITE_KINDS if candidate.order == "free" else testing.KINDS):
         case = testing.generate_case(kind, rows[-1], shape, seed=number, device=device)
         weight = ops.dequantize(case.codes, case.exponents)
         for stride in _STRIDES:
             o = testing.lay_out(case.o, stride)
             for count in rows:
-                try:
-                    actual = ops.grouped_projection(o[:count], case.codes, case.exponents, candidate.key)
-                except Exception as error:  # noqa: BLE001  compilers raise what they like
-                    # A kernel that does not compile or launch here must not serve, and need not stop the engine.
-                    return plan.Verdict(same=False, rows=rows, elements=elements, difference=f"cannot run: {error!r}")
-                difference = _difference(candidate, actual, o[:count], weight, stock_path)
-                elements += actual.numel()
-                if difference:
-                    where = f"{kind}, {count} rows, stride {o.stride()}: {difference}"
-                    return plan.Verdict(same=False, rows=rows, elements=elements, difference=where)
-    return plan.Verdict(same=True, rows=rows, elements=elements)
+                yield kind, o[:count], case.codes, case.exponents, weight
+
+
+@lru_cache(maxsize=1)
+def _decode_inputs(
+    shape: WeightShape, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, list[int], torch.Tensor]:
+    """Twin, columns and weight of the decode comparison; the reference decoder takes thousands of launches for it."""
+    codes, exponents, columns = testing.generate_decode_twin(shape, device=device)
+    return codes, exponents, columns, reference.dequantize(codes, exponents)
 
 
 def _difference(

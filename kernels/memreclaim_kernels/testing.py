@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 CHECKPOINT_EXPONENTS: Final = (115, 126)
 """Range of every exponent byte in 1,552 ``wo_a`` scale tensors of real V4-Flash shards."""
+SAFE_EXPONENTS: Final = 247
+"""Exponents at which 448 does not overflow: 0..246. An infinity times a one-hot zero would be NaN."""
 KINDS: Final = ("normal", "tiny", "huge", "overflow", "cancelling", "zeros", "weak", "faint", "exact")
 """Kinds of input; see :func:`generate_case`."""
 
@@ -178,6 +180,35 @@ def generate_kind_twin(
         codes &= 0x87
         codes |= 0x38
     return codes, exponents
+
+
+def generate_decode_twin(
+    shape: WeightShape, *, device: torch.device | str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """A twin that holds every code but NaN at every exponent that cannot overflow, and the columns that hold them all.
+
+    Column ``c`` of a block has the 32 codes from ``32 * (c % 8)`` on, and the exponents 0..246 are dealt out block
+    column by block column: 8 columns of each of the first ``ceil(247 / (G * R/32))`` block columns hold all that there
+    is. A one-hot activation makes a projection give one of these columns, decoded, with nothing added.
+    """
+    groups, rank, depth = shape
+    row_blocks = groups * (rank // blocks.BLOCK)
+    block_columns = min(-(-SAFE_EXPONENTS // row_blocks), depth // blocks.BLOCK)
+    rows = torch.arange(rank, device=device)[:, None] % blocks.BLOCK
+    codes = (rows + torch.arange(depth, device=device)[None, :] % 8 * blocks.BLOCK).to(torch.uint8)
+    codes.masked_fill_((codes & 0x7F) == 0x7F, 0x7E)  # noqa: PLR2004  NaN codes become 448
+    grid = torch.arange(depth // blocks.BLOCK, device=device)[None, :] * row_blocks
+    exponents = (torch.arange(row_blocks, device=device)[:, None] + grid) % SAFE_EXPONENTS
+    columns = [block * blocks.BLOCK + column for block in range(block_columns) for column in range(8)]
+    packed = blocks.pack(codes.expand(groups, rank, depth))
+    return packed, exponents.view(groups, rank // blocks.BLOCK, -1).to(torch.uint8), columns
+
+
+def generate_one_hot(columns: list[int], shape: WeightShape, *, device: torch.device | str = "cpu") -> torch.Tensor:
+    """bf16 ``[len(columns), G, D]``: each token is 1 at its column, in every group, and 0 elsewhere."""
+    o = torch.zeros((len(columns), shape.groups, shape.depth), dtype=torch.bfloat16, device=device)
+    o[torch.arange(len(columns)), :, columns] = 1
+    return o
 
 
 def project_float64(case: Case, weight: torch.Tensor) -> torch.Tensor:

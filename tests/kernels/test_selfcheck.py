@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from memreclaim_kernels import ops, plan, reference, selfcheck, testing
+from memreclaim_kernels import blocks, ops, plan, reference, selfcheck, testing
 from memreclaim_kernels.blocks import WeightShape
 
 if TYPE_CHECKING:
@@ -90,6 +90,57 @@ def test_free_sums_need_to_be_close_only(monkeypatch: pytest.MonkeyPatch) -> Non
     checks = selfcheck.check(SHAPE, CPU, numerics="fused", max_rows=16)
     assert [check.verdicts[0][1].same for check in checks] == [False, False, False]
     assert [check.chosen.path for check in checks] == ["dequant"] * 3
+
+
+def test_a_wrong_decoder_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that decodes one code wrong at one exponent does not serve, though no checkpoint holds that exponent."""
+
+    def wrong_at_one_code(o: torch.Tensor, codes: torch.Tensor, exponents: torch.Tensor, key: str) -> torch.Tensor:
+        odd = exponents.repeat_interleave(2, 1).unsqueeze(3) == 201
+        return right_kernel(o, torch.where(odd & (codes == 0x5A), 0x5B, codes), exponents, key)
+
+    monkeypatch.setattr(ops, "grouped_projection", wrong_at_one_code)
+    shape = WeightShape(2, 128, 1024)
+    checks = selfcheck.check(shape, CPU, max_rows=8)
+    assert [check.chosen.path for check in checks] == ["dequant", "dequant"]
+    assert "decode" in checks[0].chosen.reason
+
+
+def test_one_hot_columns_hold_every_code_at_every_exponent() -> None:
+    """The decode check misses no pair of code and exponent that can be served, NaN codes apart."""
+    shape = WeightShape(2, 128, 1024)
+    codes, exponents, columns = testing.generate_decode_twin(shape)
+    grid = exponents.repeat_interleave(32, 1).repeat_interleave(32, 2)[..., columns]
+    pairs = {divmod(pair, 256) for pair in (grid.int() * 256 + blocks.unpack(codes)[..., columns]).unique().tolist()}
+    numbers = set(range(256)) - {0x7F, 0xFF}
+    assert {(exponent, code) for exponent in range(247) for code in numbers} <= pairs
+
+
+def test_right_backend_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encode, prove and dequantise that do what the reference does stay in use."""
+    assert selfcheck.check_backend(CPU) == "triton"
+    monkeypatch.setattr(plan, "device_of", lambda _: plan.CPU)
+    assert selfcheck.check_backend(CPU) == "reference"
+
+
+@pytest.mark.parametrize("name", ["dequantize", "encode", "prove"])
+@pytest.mark.parametrize("fault", ["wrong", "raises"])
+def test_wrong_backend_is_disabled(monkeypatch: pytest.MonkeyPatch, name: str, fault: str) -> None:
+    """A backend whose encode, prove or dequantise is wrong, or cannot run, is not used again."""
+    right = getattr(ops, name)
+
+    def wrong(*args: torch.Tensor) -> object:
+        if fault == "raises":
+            message = "no kernel image is available"
+            raise RuntimeError(message)
+        result = right(*args)
+        part = result[1] if isinstance(result, tuple) else result
+        part.view(torch.uint8).view(-1)[-1] ^= 1
+        return result
+
+    monkeypatch.setattr(ops, name, wrong)
+    assert selfcheck.check_backend(CPU) == "reference"
+    assert plan.backend_for(GPU) == "reference"
 
 
 def test_another_engines_bits_need_its_stock_path() -> None:
