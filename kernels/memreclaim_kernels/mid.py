@@ -23,7 +23,8 @@ _REDUCE_BLOCK = 1024
 """Outputs a program of the second kernel adds: 8 a thread with 4 warps, loads of 32 bytes."""
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# Not specialised for a row count: a count of 1 or a multiple of 16 would compile again, perhaps in a graph capture.
+@triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
 def _mid_kernel(
     o: tl.tensor,  # bf16 [T, G, D]
     tokens: tl.tensor,
@@ -71,7 +72,7 @@ def _mid_kernel(
     tl.store(out + offset, total, (token < tokens)[None, :] & (row < row_tiles * 16)[:, None])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["numel"])  # type: ignore[untyped-decorator]
 def _reduce_kernel(
     partial: tl.tensor, out: tl.tensor, numel: tl.tensor, SPLIT_K: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:

@@ -25,7 +25,8 @@ _BLOCK_M = 16
 _MAX_ROWS = 8
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# Not specialised for a row count: a count of 1 or a multiple of 16 would compile again, perhaps in a graph capture.
+@triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
 def _small_kernel(
     o: tl.tensor,  # bf16 [T, G, D]
     tokens: tl.tensor,
