@@ -116,17 +116,17 @@ def decode(natural: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
 @lru_cache(maxsize=8)
 def _decode_table(device: str) -> torch.Tensor:
     """bf16 bits of every (exponent, code) pair, int16 ``[256 * 256]``, by integer arithmetic alone."""
-    code = torch.arange(256, dtype=torch.int64).repeat(256)
-    exponent = torch.arange(256, dtype=torch.int64).repeat_interleave(256)
+    code = torch.arange(256, dtype=torch.int32).repeat(256)
+    exponent = torch.arange(256, dtype=torch.int32).repeat_interleave(256)
     octave, mantissa = (code >> 3) & 0xF, code & 7
     # In units of 2**-9 * scale an e4m3 magnitude is an integer of at most 4 significant bits, below 2**18.
     steps = torch.where(octave > 0, (mantissa + 8) << (octave - 1).clamp_min(0), mantissa)
-    length = sum((steps >> bit > 0).long() for bit in range(18))
+    length = sum((steps >> bit > 0).int() for bit in range(18))
     # Normal bf16 with value steps * 2**(exponent - 136): biased exponent field below, 7-bit fraction.
     field = exponent + length - 10
     fraction = torch.where(length > 0, (steps << 8 >> length.clamp_min(1)) & 0x7F, 0)
     normal = (field << 7) + fraction
-    subnormal = _round_half_even(steps << 8, (11 - exponent).clamp(0, 40))
+    subnormal = _round_half_even(steps << 8, (11 - exponent).clamp(0, 27))
     magnitude = torch.where(field >= 1, normal, subnormal)
     magnitude = torch.where(field >= 255, _INFINITY, magnitude)  # noqa: PLR2004
     magnitude = torch.where(steps == 0, 0, magnitude)
@@ -136,12 +136,12 @@ def _decode_table(device: str) -> torch.Tensor:
 
 
 def _round_half_even(value: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    """``value / 2**shift`` rounded to nearest, ties to even; int64."""
+    """``value / 2**shift`` rounded to nearest, ties to even; int32, ``shift`` at most 27."""
     floor = value >> shift
     rest = value - (floor << shift)
     half = (1 << shift) >> 1
     up = (rest > half) | ((rest == half) & (floor % 2 == 1) & (shift > 0))
-    return floor + up.long()
+    return floor + up.int()
 
 
 def dequantize(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
