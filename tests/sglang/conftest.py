@@ -1,17 +1,24 @@
-"""Tests against the real SGLang, in an environment of its own (``make test-sglang``); skipped where there is no SGLang."""
+"""Tests of the SGLang adapter.
+
+Modules named ``test_real_*`` need the real engine in an environment of its own (``make test-sglang``); the others run anywhere.
+"""
 
 from __future__ import annotations
 
 import os
+import warnings
 from importlib import util
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from memreclaim import Settings
+from memreclaim.engines.sglang import dispatch, lines, occupation, session, updates
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-    import engine as tiny
+    from memreclaim.engines.sglang.session import Session
+    from sglang_engine import Engine
 
 HAS_SGLANG = util.find_spec("sglang") is not None
 if not HAS_SGLANG:
@@ -27,9 +34,34 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def engine() -> Iterator[tiny.Engine]:
-    """The real engine's modules and process groups, made once: importing its models takes 7 s."""
-    import engine as tiny
+def engine() -> Iterator[Engine]:
+    """The real engine with our hooks, made once: importing its models takes 7 s. The draft is imported before."""
+    import sglang_engine
 
-    yield tiny.start()
-    tiny.stop()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the engine's own, about what a CPU lacks
+        started = sglang_engine.start()
+        os.environ["MEMRECLAIM"] = "on"
+        try:
+            from sglang.srt.plugins import load_plugins
+
+            load_plugins()
+        finally:
+            del os.environ["MEMRECLAIM"]
+    yield started
+    sglang_engine.stop()
+
+
+@pytest.fixture
+def start(engine: Engine) -> Callable[..., Session]:  # noqa: ARG001
+    """Begin a rank's life anew with the given settings."""
+
+    def begin(**settings: Any) -> Session:
+        dispatch.forget_routes()
+        dispatch.draft_twins.clear()
+        updates._open.clear()
+        occupation._saved.clear()
+        session.configure(lines.installed(), Settings(**settings))
+        return session.session()
+
+    return begin

@@ -8,7 +8,6 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 
-
 from memreclaim.engines.base import ModelPart, Reader, Role
 from memreclaim.engines.sglang import hooks, setups
 from memreclaim.engines.sglang.pool import SGLangPool
@@ -119,7 +118,7 @@ class SGLangAdapter:
 
     def group(self) -> ProcessGroup | None:
         """The tensor-parallel ranks, by the engine's CPU group; they hold the same layers."""
-        group = _parallel("get_tp_group")
+        group = setups.setting(self.runner, "parallel", "tp_group") or _older_group()
         return None if group is None or group.world_size == 1 else group.cpu_group
 
     def released(self, n_bytes: int) -> None:
@@ -129,12 +128,10 @@ class SGLangAdapter:
             self.runner.weight_load_mem_usage = used - n_bytes / _GIB
 
 
-def _parallel(name: str) -> Any:  # noqa: ANN401
+def _older_group() -> Any:  # noqa: ANN401
+    """The group of a line without a published configuration, None before it has one."""
     state = sys.modules.get("sglang.srt.distributed.parallel_state")
-    try:
-        return None if state is None else getattr(state, name)()
-    except AssertionError:  # the engine's way to say that there are no groups yet
-        return None
+    return None if hasattr(state, "get_parallel") else getattr(state, "_TP", None)
 
 
 def _attention_problems(attention: nn.Module, line: Line) -> list[tuple[str, str]]:
@@ -162,5 +159,3 @@ def _readers_of(attention: nn.Module) -> list[str]:
     if getattr(attention, "_use_fast_kernel", True) is False:
         readers.append(f"{where}.forward: einsum on wo_a.float()")
     return readers
-
-

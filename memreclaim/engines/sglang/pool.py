@@ -134,7 +134,9 @@ def _schedule() -> Any:  # noqa: ANN401
 
 def pool_bytes(pool: object) -> int:
     """Bytes of every tensor that a pool holds, each storage once. The engine's own ``mem_usage`` reads 0 for V4."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in _tensors(pool, set())}
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in _tensors(pool, set())
+    }
     return sum(storages.values())
 
 

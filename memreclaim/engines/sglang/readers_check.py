@@ -96,7 +96,9 @@ def _activations(rows: int, shape: tuple[int, ...], device: torch.device) -> tor
 
 def _same_bits(stock: Any, ours: Any) -> bool:  # noqa: ANN401
     integers = {2: torch.int16, 4: torch.int32}[stock.element_size()]
-    return stock.dtype == ours.dtype and torch.equal(stock.contiguous().view(integers), ours.contiguous().view(integers))
+    return stock.dtype == ours.dtype and torch.equal(
+        stock.contiguous().view(integers), ours.contiguous().view(integers)
+    )
 
 
 @cache

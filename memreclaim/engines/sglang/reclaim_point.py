@@ -31,7 +31,9 @@ def guarded(function: Callable[_P, None]) -> Callable[_P, None]:
         except Exception as error:
             if session().settings.on_mismatch is OnMismatch.ABORT:
                 raise
-            events.emit("error", "engine_hook_failed", hook=function.__name__, detail=f"{type(error).__name__}: {error}")
+            events.emit(
+                "error", "engine_hook_failed", hook=function.__name__, detail=f"{type(error).__name__}: {error}"
+            )
 
     return call
 

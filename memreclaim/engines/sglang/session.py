@@ -83,7 +83,9 @@ class Session:
         if part.role is base.Role.DRAFT:
             dispatch.draft_twins.update(map(id, twins.values()))
         self.reports[adapter.component] = report
-        for reader in (reader for layer in part.layers() for reader in adapter.readers(part, layer) if not reader.known):
+        for reader in (
+            reader for layer in part.layers() for reader in adapter.readers(part, layer) if not reader.known
+        ):
             events.emit("warning", "reader_unknown", engine="sglang", reader=reader.where, detail=reader.note)
             break
         if agree is None:

@@ -1,0 +1,365 @@
+"""Checkpoint -> the real engine's models -> its real ``load_model`` -> reclaim -> its real dispatch, bit by bit."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from memreclaim import Reason, State, counters, is_tag
+from memreclaim.engines import base
+from memreclaim.engines.sglang import hooks, session
+from memreclaim.engines.sglang.adapter import SGLangAdapter
+from sglang_engine import DEPTH, GROUPS, RANK, checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from memreclaim.engines.sglang.session import Session
+    from sglang_engine import Engine
+
+pytestmark = pytest.mark.cpu
+FLAGS = (
+    {"is_decode": True},
+    {"is_decode": False, "is_target_verify": True},
+    {"is_decode": False, "is_prefill": True},
+    {"is_decode": False, "is_prefill": True, "fast_path": True},
+    {"is_decode": True, "fast_path": True, "fuse_mxfp8_quant": True, "fp8_grid": False, "emit_fp8": False},
+)
+
+
+def weights(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Every wo_a weight by the name of its layer."""
+    return {
+        name.removesuffix(".weight"): parameter
+        for name, parameter in model.named_parameters()
+        if name.endswith("wo_a.weight")
+    }
+
+
+def copies(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Plain copies of every wo_a weight."""
+    return {name: weight.detach().clone() for name, weight in weights(model).items()}
+
+
+def activations(rows: int, pad: int = 0) -> torch.Tensor:
+    """bf16 ``[rows, G, D]`` with ``pad`` unused elements behind each row."""
+    generator = torch.Generator().manual_seed(rows)
+    wide = torch.randn(rows, GROUPS * DEPTH + pad, generator=generator, dtype=torch.float32).bfloat16()
+    return wide[:, : GROUPS * DEPTH].view(rows, GROUPS, DEPTH) if pad == 0 else wide.as_strided(
+        (rows, GROUPS, DEPTH), (GROUPS * DEPTH + pad, DEPTH, 1)
+    )
+
+
+@pytest.fixture
+def load(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Run the real ``load_model`` of a real runner over a tiny model."""
+
+    def run(model: torch.nn.Module, **attributes: Any) -> Any:
+        runner = engine.runner(model, monkeypatch, **attributes)
+        runner.load_model()
+        return runner
+
+    return run
+
+
+@pytest.mark.parametrize("kind", ["target", "next_n", "draft"])
+def test_every_layer_is_reclaimed_after_load_model(
+    engine: Engine, start: Callable[..., Session], load: Callable[..., Any], kind: str
+) -> None:
+    """Target, NextN and DSpark models lose their bf16 weights and keep their bits."""
+    here = start()
+    model = getattr(engine, kind)()
+    before = copies(model)
+
+    load(model, draft=kind != "target")
+
+    (report,) = here.reports.values()
+    assert [layer.state for layer in report.layers] == [State.RECLAIMED] * len(before)
+    for name, weight in weights(model).items():
+        assert is_tag(weight)
+        assert torch.equal(weight.clone().view(torch.int16), before[name].view(torch.int16))
+
+
+def test_weights_are_what_the_engines_own_dequantisation_gives(
+    engine: Engine, start: Callable[..., Session], load: Callable[..., Any]
+) -> None:
+    """The twin stands for codes times scales, as the engine computes them."""
+    start()
+    model = engine.target(seed=5)
+    load(model)
+
+    tensors = dict(checkpoint("layers", 2, 5))
+    for layer, weight in enumerate(weights(model).values()):
+        name = f"layers.{layer}.attn.wo_a"
+        expected = engine.v4._dequant_fp8(tensors[f"{name}.weight"], tensors[f"{name}.scale"])
+        assert torch.equal(weight.clone(), expected)
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+@pytest.mark.parametrize("rows", [0, 1, 2, 8, 9, 16, 192, 193])
+def test_the_real_dispatch_gives_the_stock_bits(
+    engine: Engine, start: Callable[..., Session], load: Callable[..., Any], rows: int, flags: dict[str, bool]
+) -> None:
+    """Each row count and set of flags, on a tag and on the bf16 weight, also through the draft's own name."""
+    start()
+    model = engine.target()
+    before = copies(model)
+    load(model)
+    name, weight = next(iter(weights(model).items()))
+    shape = (GROUPS, RANK, DEPTH)
+
+    for module, o in ((engine.v4, activations(rows)), (engine.dspark, activations(rows, pad=32))):
+        stock = engine.v4._apply_wo_a_bf16_matmul.__wrapped__(o, before[name].view(shape), **flags)
+        ours = module._apply_wo_a_bf16_matmul(o, weight.view(shape), **flags)
+        assert torch.equal(ours.view(torch.int16), stock.view(torch.int16))
+
+
+def test_twins_go_into_the_weights_region_and_the_engines_book_is_corrected(
+    engine: Engine, start: Callable[..., Session], load: Callable[..., Any]
+) -> None:
+    """A pause must release twins too, and the log of weight memory must be true."""
+    here = start()
+    runner = load(engine.target())
+
+    assert runner.memory_saver_adapter.regions == [("weights", False)]
+    assert runner.weight_load_mem_usage <= -here.reports["target"].net_bytes / (1 << 30) + 0.5
+
+
+def test_twin_mode_serves_and_keeps_the_weight(
+    engine: Engine, start: Callable[..., Session], load: Callable[..., Any]
+) -> None:
+    """``MEMRECLAIM=twin`` frees nothing and changes no bit."""
+    here = start(mode="twin")
+    model = engine.target()
+    before = copies(model)
+    load(model)
+
+    assert here.reports["target"].gross_bytes == 0
+    name, weight = next(iter(weights(model).items()))
+    o, shape = activations(4), (GROUPS, RANK, DEPTH)
+    ours = engine.v4._apply_wo_a_bf16_matmul(o, weight.view(shape), is_decode=True)
+    assert torch.equal(ours, torch.einsum("tgd,grd->tgr", o, before[name].view(shape)))
+
+
+def test_a_draft_may_be_left_alone(engine: Engine, start: Callable[..., Session], load: Callable[..., Any]) -> None:
+    """``MEMRECLAIM_DRAFT=off`` keeps the draft's weights, by policy."""
+    here = start(draft=False)
+    model = engine.draft()
+    load(model, draft=True)
+
+    assert {layer.reason for layer in here.reports["draft"].layers} == {Reason.POLICY}
+    assert not any(map(is_tag, weights(model).values()))
+
+
+@pytest.mark.parametrize(
+    "special",
+    [
+        {"server_args": SimpleNamespace(weight_cache_mode="client")},
+        {"startup_weight_load": object()},
+        {"remote_instance_weight_transporter": SimpleNamespace(engine=object(), session_id=None, weight_info=None)},
+    ],
+    ids=lambda special: next(iter(special)),
+)
+def test_special_set_ups_keep_bf16(
+    engine: Engine,
+    start: Callable[..., Session],
+    monkeypatch: pytest.MonkeyPatch,
+    special: dict[str, Any],
+) -> None:
+    """Shared, late or fetched weights are never dropped."""
+    here = start()
+    model = engine.target()
+    runner = engine.runner(model, monkeypatch, **special)
+    runner.model = model
+    if "server_args" in special:
+        context = pytest.importorskip("sglang.srt.runtime_context")
+        monkeypatch.setattr(context, "get_model", lambda: special["server_args"])
+
+    report = here.reclaim(SGLangAdapter(runner, here.line))
+
+    assert {layer.reason for layer in report.layers} == {Reason.UNKNOWN_READER}
+    assert not any(map(is_tag, weights(model).values()))
+
+
+def test_context_parallel_decode_keeps_bf16(
+    engine: Engine, start: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It caches slices of the weight for good."""
+    here = start()
+    model = engine.target()
+    runner = engine.runner(model, monkeypatch)
+    runner.model = model
+    context = pytest.importorskip("sglang.srt.runtime_context")
+    monkeypatch.setattr(
+        context, "get_parallel", lambda: SimpleNamespace(enable_cp_decode_attn_tp=True, attn_cp_size=2)
+    )
+
+    adapter = SGLangAdapter(runner, here.line)
+
+    assert "enable_cp_decode_attn_tp" in dict(adapter.model_problems())
+
+
+def test_mega_attention_is_reclaimed_too(
+    engine: Engine, start: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It made its own fp8 copy at load, so nobody reads the bf16 weight any more."""
+    here = start()
+    model = engine.target()
+    for layer in model.model.layers:
+        layer.self_attn.use_mega_attention = True
+    runner = engine.runner(model, monkeypatch)
+    runner.model = model
+
+    report = here.reclaim(SGLangAdapter(runner, here.line))
+
+    assert [layer.state for layer in report.layers] == [State.RECLAIMED] * 2
+
+
+def test_a_missing_hook_keeps_every_layer(
+    engine: Engine, start: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Should the engine have swallowed a hook's failure, nothing is dropped."""
+    here = start()
+    monkeypatch.setattr(engine.v4, "_apply_wo_a_bf16_matmul", engine.v4._apply_wo_a_bf16_matmul.__wrapped__)
+    model = engine.target()
+    runner = engine.runner(model, monkeypatch)
+    runner.model = model
+
+    report = here.reclaim(SGLangAdapter(runner, here.line))
+
+    assert {layer.reason for layer in report.layers} == {Reason.UNKNOWN_READER}
+
+
+def test_a_replaced_forward_is_an_unknown_reader(
+    engine: Engine, start: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever replaced a layer's forward may read the weight in any way."""
+    here = start()
+    model = engine.target()
+    model.model.layers[1].self_attn.forward = lambda *_: None
+    runner = engine.runner(model, monkeypatch)
+    runner.model = model
+
+    report = here.reclaim(SGLangAdapter(runner, here.line))
+
+    assert [layer.reason for layer in report.layers] == [None, Reason.UNKNOWN_READER]
+
+
+def test_a_reader_whose_bits_differ_keeps_its_layer(
+    engine: Engine, start: Callable[..., Session], load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The self-check compares each reader before the drop, and can fail."""
+    here = start()
+    live = engine.v4._apply_wo_a_bf16_matmul
+
+    def off_by_one_bit(o: torch.Tensor, wo_a: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        out = live(o, wo_a, **kwargs)
+        if session.twins_of(model) or type(wo_a) is not torch.Tensor:
+            out.view(torch.int16)[-1, -1, -1] ^= 1
+        return out
+
+    off_by_one_bit.__wrapped__ = live
+    off_by_one_bit.__closure__  # noqa: B018  it must be a closure, like the registry's wrappers
+    monkeypatch.setattr(engine.v4, "_apply_wo_a_bf16_matmul", off_by_one_bit)
+    model = engine.target()
+    load(model)
+
+    assert {layer.reason for layer in here.reports["target"].layers} == {Reason.UNKNOWN_READER}
+
+
+def test_after_capture_nothing_is_dropped(
+    engine: Engine, start: Callable[..., Session], load: Callable[..., Any]
+) -> None:
+    """Graphs hold the bf16 addresses by then."""
+    here = start()
+    here.captured = True
+    load(engine.target())
+
+    assert {layer.reason for layer in here.reports["target"].layers} == {Reason.AFTER_CAPTURE}
+
+
+def test_a_weight_without_a_twin_stays_and_the_engine_starts(
+    engine: Engine, start: Callable[..., Session], load: Callable[..., Any]
+) -> None:
+    """A mismatch is no error of the service."""
+    here = start()
+    model = engine.target()
+    with torch.no_grad():
+        next(iter(weights(model).values())).view(-1)[0] = 1.00390625 * 3e-3
+    load(model)
+
+    assert [layer.reason for layer in here.reports["target"].layers] == [Reason.MISMATCH, None]
+
+
+def test_a_failure_of_ours_does_not_stop_the_engine(
+    engine: Engine, start: Callable[..., Session], load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hook logs and returns; under abort it raises."""
+    start()
+    monkeypatch.setattr(session.Session, "reclaim", lambda *_args, **_kwargs: 1 / 0)
+    model = engine.target()
+    load(model)
+    assert not any(map(is_tag, weights(model).values()))
+
+    start(on_mismatch="abort")
+    with pytest.raises(ZeroDivisionError):
+        load(engine.target())
+
+
+def test_phases_come_from_the_forward_mode(
+    engine: Engine, start: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each real forward mode has a phase, by the role of its model."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    here = start()
+    adapter = SGLangAdapter(engine.runner(engine.target(), monkeypatch), here.line)
+    target = {mode: adapter.phase_of(SimpleNamespace(forward_mode=mode), base.Role.TARGET) for mode in _MODES(ForwardMode)}
+    draft = {mode: adapter.phase_of(SimpleNamespace(forward_mode=mode), base.Role.DRAFT) for mode in _MODES(ForwardMode)}
+
+    assert [phase.value for phase in target.values()] == ["decode", "verify", "prefill"]
+    assert [phase.value for phase in draft.values()] == ["draft", "draft", "prefill"]
+
+
+def _MODES(mode: Any) -> tuple[Any, ...]:  # noqa: N802
+    return mode.DECODE, mode.TARGET_VERIFY, mode.EXTEND
+
+
+def test_forward_of_the_real_attention_layer_keeps_its_bits(
+    engine: Engine, start: Callable[..., Session], load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``MQALayer.forward`` itself, with attention replaced, calls the dispatch on the layer's own weight."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    start()
+    model = engine.target()
+    layer = model.model.layers[0].self_attn
+    rows, heads, head_dim = 3, layer.n_local_heads, layer.head_dim
+    o = torch.randn(rows, heads, head_dim)
+    backend = SimpleNamespace(forward=lambda **_: o.clone())
+    monkeypatch.setattr(engine.v4, "get_attn_backend", lambda: backend)
+    monkeypatch.setattr(engine.v4, "fused_rope_inplace", lambda *_args, **_kwargs: None)
+    monkeypatch.setattr(type(layer), "_forward_prepare", lambda *_args, **_kwargs: (o.clone(), o[:, :1].clone()))
+    batch = SimpleNamespace(forward_mode=ForwardMode.DECODE, batch_size=rows)
+    hidden = torch.randn(rows, model.config.hidden_size)
+
+    def forward() -> torch.Tensor:
+        with torch.no_grad():
+            result: torch.Tensor = layer(positions=torch.arange(rows), x=hidden, forward_batch=batch)
+        return result if isinstance(result, torch.Tensor) else result[0]
+
+    stock = forward()
+    load(model)
+    calls = sum(counters.calls.snapshot().values())
+    ours = forward()
+
+    assert is_tag(layer.wo_a.weight)
+    assert torch.equal(ours.view(torch.int16), stock.view(torch.int16))
+    assert sum(counters.calls.snapshot().values()) == calls + 1
+
+
+def test_the_hooks_of_readers_are_named() -> None:
+    """A new reader's hook must be marked as one."""
+    assert {hook.target for hook in hooks.HOOKS if hook.reads} == {hooks.DISPATCH, hooks.FUSED}
