@@ -11,6 +11,7 @@ The functions here are the ways in. :func:`project` goes past the dispatcher whe
 from __future__ import annotations
 
 import os
+import threading
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
@@ -192,9 +193,18 @@ def _dequantize_cuda(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tens
     return weight
 
 
+_first_use = threading.RLock()
+
+
 def _backend_function(tensor: torch.Tensor, name: str) -> Callable[..., Any]:
-    """``encode``, ``prove`` or ``dequantize`` of the backend that serves a tensor's device."""
-    return _function(plan.backend_for(plan.device_of(tensor.device)), name)
+    """``encode``, ``prove`` or ``dequantize`` of the backend that serves a device, checked before its first use."""
+    device = plan.device_of(tensor.device)
+    if device not in plan.checked:
+        with _first_use:
+            if device not in plan.checked:
+                plan.checked.add(device)  # first, since the check itself comes through here
+                import_module("memreclaim_kernels.selfcheck").check_backend(tensor.device)
+    return _function(plan.backend_for(device), name)
 
 
 @cache

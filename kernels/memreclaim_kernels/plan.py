@@ -207,6 +207,8 @@ _selected: dict[_Call, Plan] = {}
 _disabled: dict[str, str] = {}
 _listeners: list[Callable[[Plan, int, tuple[int, int, int], Device], None]] = []
 _announced: set[tuple[object, ...]] = set()
+checked: set[Device] = set()
+"""Devices on which encode, prove and dequantise were compared with the reference, or are about to be."""
 
 
 def _verdict_key(plan: Plan, rows: int, shape: tuple[int, int, int], device: Device) -> _VerdictKey:
@@ -239,6 +241,7 @@ def forget() -> None:
         _selected.clear()
         _disabled.clear()
         _announced.clear()
+        checked.clear()
 
 
 def on_select(listener: Callable[[Plan, int, tuple[int, int, int], Device], None]) -> Callable[[], None]:

@@ -103,9 +103,10 @@ def test_kernels_of_the_twin_agree_with_the_reference(twin: tuple[torch.Tensor, 
     weight = ops.dequantize(*twin)
     testing.assert_same_bits(weight, reference.dequantize(*twin))
     encoded = ops.encode(weight)
-    assert [
-        torch.equal(ours, theirs) for ours, theirs in zip(encoded, reference.encode(weight), strict=True)
-    ] == [True, True]
+    assert [torch.equal(ours, theirs) for ours, theirs in zip(encoded, reference.encode(weight), strict=True)] == [
+        True,
+        True,
+    ]
     assert ops.prove(*encoded, weight).tolist() == [0, -1]
     weight.view(torch.int16)[1, 1000, 4000] ^= 1
     assert ops.prove(*encoded, weight).tolist() == [1, (1024 + 1000) * 4096 + 4000]

@@ -123,6 +123,26 @@ def test_right_backend_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert selfcheck.check_backend(CPU) == "reference"
 
 
+def test_backend_is_checked_before_its_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first encode, prove or dequantise on a device checks the backend, once, and a wrong one gives no result."""
+    calls: list[str] = []
+
+    def wrong(*_: torch.Tensor) -> torch.Tensor:
+        calls.append("wrong")
+        return torch.zeros(1)
+
+    real = ops._function
+    monkeypatch.setattr(ops, "_function", lambda backend, name: wrong if backend == "triton" else real(backend, name))
+    for function in ("encode", "prove", "dequantize"):
+        monkeypatch.setattr(ops, function, getattr(ops, f"_{function}_cuda"))
+    codes, exponents = testing.generate_twin(SHAPE)
+    expected = reference.dequantize(codes, exponents)
+    for _ in range(2):
+        testing.assert_same_bits(ops.dequantize(codes, exponents), expected)
+    assert calls == ["wrong"]
+    assert {GPU} == plan.checked
+
+
 @pytest.mark.parametrize("name", ["dequantize", "encode", "prove"])
 @pytest.mark.parametrize("fault", ["wrong", "raises"])
 def test_wrong_backend_is_disabled(monkeypatch: pytest.MonkeyPatch, name: str, fault: str) -> None:
