@@ -2,8 +2,8 @@
 
 Most weights need no decoding. A code without NaN has at most 4 significant bits, so at scales at which neither bf16 nor
 fp32 goes subnormal or overflows every product is exact, and any 32x32 block of such products has a twin: exactness is
-then a scan of bytes at the speed of the disk. What the scan cannot settle (scales near the ends of the range, NaN
-codes, fp32 scales that are no powers of two) is dequantised as engines do, and bf16 weights are taken as they are. No
+then a scan of bytes at the speed of the disk. Slabs that the scan cannot settle (scales near the ends of the range, NaN
+codes, fp32 scales that are no powers of two) are dequantised as engines do, and bf16 weights are taken as they are. No
 twin is built then either: an element has an exact code at its block's exponent or not, and its bits say which. Encoding
 and comparing with the kernels' reference says the same (a test holds them together) but takes 46 CPU seconds per GB of
 bf16.
@@ -11,6 +11,7 @@ bf16.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ BLOCK = 32
 """Rows and columns of a twin's block; :data:`memreclaim_kernels.blocks.BLOCK`, which importing would load torch."""
 _SAFE_EXPONENTS = (10, 246)
 """Scale bytes at which the smallest code (2**-9) stays normal in fp32 and bf16, and the largest (448) stays finite."""
-_SLAB_ELEMENTS = 128 * 4096
+_SLAB_ELEMENTS = 256 * 4096
 _INFINITY = 0x7F80
 _NEVER, _ALWAYS = np.iinfo(np.int16).min, np.iinfo(np.int16).max
 _SMALLEST_BLOCK = 16
@@ -56,9 +57,7 @@ def inexact_elements(checkpoint: Checkpoint, name: str) -> tuple[tuple[int, int]
         raise CheckpointError(info.file, f"{name} is F8_E4M3, but the checkpoint holds no scale for it")
     scales = checkpoint.info(scale_name)
     block = _scale_block(info, scales)
-    exponents, factors = _read_scales(checkpoint, scales)
-    settled = exponents is not None and _is_exact_by_scan(checkpoint, info, exponents, block)
-    return block, 0 if settled else _count(checkpoint, info, factors)
+    return block, _count(checkpoint, info, _Scales(*_read_scales(checkpoint, scales), block))
 
 
 def has_blocks(info: TensorInfo) -> bool:
@@ -78,15 +77,6 @@ def _scale_block(info: TensorInfo, scales: TensorInfo) -> tuple[int, int]:
     return block
 
 
-def _is_exact_by_scan(checkpoint: Checkpoint, codes: TensorInfo, exponents: Bytes, block: tuple[int, int]) -> bool:
-    """Whether bytes alone show that every element has an exact twin; False means that it must be computed."""
-    if block[0] % BLOCK or block[1] % BLOCK:
-        return False
-    if exponents.min() < _SAFE_EXPONENTS[0] or exponents.max() > _SAFE_EXPONENTS[1]:
-        return False
-    return not any(_has_nan(chunk) for chunk in checkpoint.shard(codes).chunks(codes))
-
-
 def _has_nan(codes: Bytes) -> bool:
     """Whether e4m3 bytes hold a NaN, 0x7f or 0xff: the largest byte read with a sign or without; no copy."""
     return bool(codes.max() == 0xFF or codes.view(np.int8).max() == 0x7F)  # noqa: PLR2004
@@ -102,7 +92,8 @@ def _read_scales(checkpoint: Checkpoint, scales: TensorInfo) -> tuple[Bytes | No
         exponents = np.frombuffer(raw, np.uint8)
         if exponents.max() == 0xFF:  # noqa: PLR2004
             raise CheckpointError(scales.file, f"{scales.name} holds NaN (byte 255)")
-        return exponents, np.ldexp(np.float32(1), exponents.astype(np.int32) - 127).reshape(scales.shape)
+        factors = np.ldexp(np.float32(1), exponents.astype(np.int32) - 127)
+        return exponents.reshape(scales.shape), factors.reshape(scales.shape)
     if scales.dtype != "F32":
         raise CheckpointError(scales.file, f"{scales.name} has dtype {scales.dtype}, neither F8_E8M0 nor F32")
     values = np.frombuffer(raw, np.float32).reshape(scales.shape)
@@ -113,11 +104,39 @@ def _read_scales(checkpoint: Checkpoint, scales: TensorInfo) -> tuple[Bytes | No
     return (bits >> 23).astype(np.uint8) if is_power.all() else None, values
 
 
-def _count(checkpoint: Checkpoint, info: TensorInfo, factors: Floats | None) -> int:
-    """How many elements of a weight ``[R, D]`` have no exact twin, slab by slab.
+@dataclass(frozen=True)
+class _Scales:
+    """The scales of one fp8 weight ``[R, D]``."""
 
-    ``factors`` are the fp32 scales ``[R/b, D/c]`` of an fp8 weight, None for a bf16 one. A weight that is not made of
-    blocks has no twin anyway: nothing is counted.
+    exponents: Bytes | None
+    """Exponent bytes ``[R/b, D/c]``; None for fp32 scales that are no normal powers of two."""
+    factors: Floats
+    """Their fp32 values ``[R/b, D/c]``."""
+    block: tuple[int, int]
+    """b and c."""
+
+    def settle(self, codes: Bytes, start: int) -> bool:
+        """Whether bytes alone show that a slab of codes ``[n, D]``, from row ``start`` on, is exact."""
+        if self.exponents is None or self.block[0] % BLOCK or self.block[1] % BLOCK:
+            return False
+        rows = self.exponents[start // self.block[0] : -(-(start + len(codes)) // self.block[0])]
+        safe = rows.min() >= _SAFE_EXPONENTS[0] and rows.max() <= _SAFE_EXPONENTS[1]
+        return bool(safe) and not _has_nan(codes)
+
+    def dequantize(self, codes: Bytes, start: int) -> Halves:
+        """bf16 bits of ``bf16(float(code) * float(scale))`` of such a slab, uint16 ``[n, D]``."""
+        rows = np.arange(start, start + len(codes)) // self.block[0]
+        with np.errstate(over="ignore"):
+            products = _e4m3_values()[codes] * self.factors[rows].repeat(self.block[1], axis=1)
+        bits = products.view(np.uint32)
+        # Round to nearest, ties to even, on the integer; a NaN of these products stays one.
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def _count(checkpoint: Checkpoint, info: TensorInfo, scales: _Scales | None) -> int:
+    """How many elements of a weight ``[R, D]`` have no exact twin, slab by slab; ``scales`` is None for a bf16 one.
+
+    A weight that is not made of blocks has no twin anyway: nothing is counted.
     """
     if not has_blocks(info):
         return 0
@@ -125,24 +144,12 @@ def _count(checkpoint: Checkpoint, info: TensorInfo, factors: Floats | None) -> 
     step = max(BLOCK, _SLAB_ELEMENTS // columns // BLOCK * BLOCK)
     total = start = 0
     for chunk in checkpoint.shard(info).chunks(info, step * (info.nbytes // rows)):
-        if factors is None:
-            weight: Halves = np.frombuffer(chunk.tobytes(), np.uint16).reshape(-1, columns)
-        else:
-            codes = chunk.reshape(-1, columns)
-            scale_rows = np.arange(start, start + len(codes)) // (rows // len(factors))
-            weight = _dequantize(codes, factors[scale_rows])
-        total += count_inexact(weight)
+        if scales is None:
+            total += count_inexact(np.frombuffer(chunk.tobytes(), np.uint16).reshape(-1, columns))
+        elif not scales.settle(codes := chunk.reshape(-1, columns), start):
+            total += count_inexact(scales.dequantize(codes, start))
         start += step
     return total
-
-
-def _dequantize(codes: Bytes, factors: Floats) -> Halves:
-    """Bits of ``bf16(float(code) * float(scale))``: codes ``[n, D]``, factors ``[n, D/c]`` -> uint16 ``[n, D]``."""
-    with np.errstate(over="ignore"):
-        products = _e4m3_values()[codes] * factors.repeat(codes.shape[1] // factors.shape[1], axis=1)
-    bits = products.view(np.uint32)
-    # Round to nearest, ties to even, on the integer; a NaN of these products stays one.
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
 def count_inexact(weight: Halves) -> int:

@@ -111,7 +111,7 @@ def test_block_sizes_and_scale_dtypes(tmp_path: Path, block: int, dtype: str) ->
 
 def test_usual_checkpoints_are_settled_by_the_scan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No weight is computed when its bytes alone show that it is exact."""
-    monkeypatch.setattr(exactness, "_count", None)
+    monkeypatch.setattr(exactness, "count_inexact", None)
     assert _survey_one(tmp_path, codes(), scales(low=10, high=246)).exact
 
 
@@ -179,7 +179,8 @@ def test_scan_and_computation_agree(tmp_path: Path) -> None:
     with Checkpoint(folder) as checkpoint:
         assert exactness.inexact_elements(checkpoint, WEIGHT) == ((32, 32), 0)
         factors = exactness._read_scales(checkpoint, checkpoint.info(SCALE))[1]
-        assert exactness._count(checkpoint, checkpoint.info(WEIGHT), factors) == 0
+        computed = exactness._Scales(None, factors, (32, 32))
+        assert exactness._count(checkpoint, checkpoint.info(WEIGHT), computed) == 0
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
