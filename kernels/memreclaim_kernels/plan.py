@@ -381,7 +381,7 @@ def _first_allowed(plans: tuple[Plan, ...], rows: int, shape: tuple[int, int, in
 
 @cache
 def _is_installed(backend: str) -> bool:
-    name = "triton" if backend == "triton" else "memreclaim_kernels.native"
+    name = "triton" if backend == "triton" else f"memreclaim_kernels.{backend}"
     return importlib.util.find_spec(name) is not None
 
 
