@@ -28,6 +28,9 @@ def answer(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         result = func.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
+    if any(argument.name == "storage_offset" for argument in func._schema.arguments):
+        # as_strided and its kin name places in memory by strides, and a tag's own are 0.
+        _refuse_layout(func, args, kwargs)
     written = _written(func, args, kwargs)
     if written and torch.Tag.inplace_view in func.tags:
         # t_, resize_, set_ and the like change a tensor's own shape, which a tag has only on behalf of its weight.
@@ -38,6 +41,13 @@ def answer(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return _view(func, args, kwargs)
     served = serve.product(func, args)
     return _read(func, args, kwargs) if served is None else served
+
+
+def _refuse_layout(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for tag in tagged_in(args, kwargs):
+        assert isinstance(tag, torch.Tensor)
+        if tag.stride() != tag.memreclaim_geometry.stride():
+            tag.memreclaim_backing.refuse(str(func))
 
 
 def _foreign(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -19,14 +19,14 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Protocol
 
+import torch
+
 from memreclaim import counters
 from memreclaim.errors import TagAccessError
 from memreclaim.tagged import Tagged
 
 if TYPE_CHECKING:
     from typing import NoReturn
-
-    import torch
 
     from memreclaim.twin import Twin
     from memreclaim_kernels.plan import Numerics
@@ -108,7 +108,9 @@ class Backing:
         with self.lock:
             twin, dense = self._twin, self._dense
             if twin is not None:
-                self._home.move_in(self, twin.dequantize() if dense is None else dense)
+                # A parameter made in inference mode could never be trained or written outside of it.
+                with torch.inference_mode(mode=False):
+                    self._home.move_in(self, twin.dequantize() if dense is None else dense)
                 self._twin = self._dense = None
         current = self._home.current()
         return current.memreclaim_backing.make_dense() if isinstance(current, Tagged) else current

@@ -159,8 +159,9 @@ def _make(cls: type[_T], backing: Backing, geometry: torch.Tensor, device: torch
 
 def _nothing(geometry: torch.Tensor, device: torch.device) -> torch.Tensor:
     """One NaN in all places, whose storage raises when its pointer is taken."""
-    nan = torch.full((1,), float("nan"), dtype=geometry.dtype, device=device)
-    torch._C._set_throw_on_mutable_data_ptr(nan)
+    # All bits set are a NaN in every floating-point format, and a value of every other type that a weight is viewed as.
+    nan = torch.full((geometry.element_size(),), 0xFF, dtype=torch.uint8, device=device).view(geometry.dtype)
+    torch._C._set_throw_on_mutable_data_ptr(nan)  # type: ignore[attr-defined]
     return nan.as_strided(geometry.shape, (0,) * geometry.dim())
 
 

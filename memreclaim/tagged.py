@@ -36,7 +36,7 @@ def is_whole(geometry: torch.Tensor, shape: WeightShape) -> bool:
     """Whether a geometry is the whole weight of ``shape`` in its own order, as ``[G, R, D]`` or ``[G*R, D]``."""
     layouts = (tuple(shape), (shape.groups * shape.rank, shape.depth))
     ordered = geometry.is_contiguous() and geometry.storage_offset() == 0 and geometry.dtype == torch.bfloat16
-    return ordered and tuple(geometry.shape) in layouts
+    return ordered and not geometry.is_neg() and tuple(geometry.shape) in layouts
 
 
 def apply_geometry(dense: torch.Tensor, geometry: torch.Tensor) -> torch.Tensor:
@@ -44,7 +44,10 @@ def apply_geometry(dense: torch.Tensor, geometry: torch.Tensor) -> torch.Tensor:
     flat = dense.view(-1)
     if geometry.dtype != flat.dtype:
         flat = flat.view(geometry.dtype)
-    return flat.as_strided(geometry.shape, geometry.stride(), flat.storage_offset() + geometry.storage_offset())
+    view = flat.as_strided(geometry.shape, geometry.stride(), flat.storage_offset() + geometry.storage_offset())
+    # Conjugation and negation are flags of a view, and no part of its strides.
+    view = view.conj() if geometry.is_conj() else view
+    return view._neg_view() if geometry.is_neg() else view
 
 
 def exact(value: Tagged, operation: str) -> torch.Tensor:

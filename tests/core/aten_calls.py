@@ -25,6 +25,8 @@ UNTRIED = METADATA | frozenset({
     "_reshape_alias",  # its strides are only ever computed by reshape, which is tried
     "_nested_tensor_from_tensor_list",  # has no shape to compare
     "_dyn_quant_matmul_4bit", "_embedding_bag_forward_only", "_native_batch_norm_legit", "_weight_norm_interface",
+    "_fused_adagrad", "_fused_adagrad_", "_fused_sgd", "_fused_sgd_", "_nnpack_spatial_convolution",
+    "_transform_bias_rescale_qkv", "_add_batch_dim", "_remove_batch_dim",
 })  # fmt: skip
 """The last line: operators that trust their arguments, and end the process (torch 2.13) where those do not belong together."""
 SUBJECTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -71,15 +73,15 @@ class Call:
 
 
 def overloads() -> Iterator[OpOverload]:
-    """Every overload of every aten operator that takes a tensor."""
-    for name in dir(torch.ops.aten):
-        packet = getattr(torch.ops.aten, name)
+    """Every overload of every aten operator that takes a tensor, as the dispatcher knows them."""
+    for full_name in sorted(torch._C._dispatch_get_all_op_names()):
+        name, _, overload = full_name.removeprefix("aten::").partition(".")
         # Backward operators trust their arguments too; autograd calls them in the tests of gradients.
-        if isinstance(packet, torch._ops.OpOverloadPacket) and name not in UNTRIED and "backward" not in name:
-            for overload in packet.overloads():
-                func = getattr(packet, overload)
-                if any(_is_tensor(argument) for argument in func._schema.arguments):
-                    yield func
+        if not full_name.startswith("aten::") or name in UNTRIED or "backward" in name:
+            continue
+        func = getattr(getattr(torch.ops.aten, name), overload or "default", None)
+        if func is not None and any(_is_tensor(argument) for argument in func._schema.arguments):
+            yield func
 
 
 def runnable(weight: torch.Tensor) -> Iterator[Call]:
