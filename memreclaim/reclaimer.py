@@ -107,9 +107,7 @@ class Reclaimer:
 class _Run:
     """One operation on one model: the measurements around it, and what it came to."""
 
-    def __init__(
-        self, owner: Reclaimer, model: nn.Module, component: str | None, prefix: str, terms: Terms
-    ) -> None:
+    def __init__(self, owner: Reclaimer, model: nn.Module, component: str | None, prefix: str, terms: Terms) -> None:
         self._ledger, self._settings, self._pool = owner.ledger, owner.settings, owner.pool
         self._journal, self._fingerprints, self._prefix = owner.journal, owner.fingerprints, prefix
         self._model, self._component, self._terms = model, component, terms
@@ -135,6 +133,7 @@ class _Run:
                 self._keep(entry, refusal)
             elif self._one(candidate, entry):
                 dropped.add(entry)
+                self._meter.reuse()
         peak = self._meter.peak()
         self._verify_kernels()
         self._meter.settle()

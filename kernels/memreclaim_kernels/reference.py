@@ -83,13 +83,14 @@ def _encode_strip(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     exponents = _smallest_exponent(peak)
     # value = significand * 2**(exponent - 134); in units of e4m3's smallest step it is significand << shift.
     field = (magnitude >> 7).int()
-    significand = (magnitude & 0x7F).int() + (field > 0) * 0x80
-    shift = field.clamp_min_(1) - exponents.repeat_interleave(BLOCK) + 2
-    steps = (significand << shift.clamp(0, 17)) >> (-shift).clamp(0, 31)
+    steps = torch.where(field > 0, magnitude & 0x7F | 0x80, magnitude).int()
+    shift = field.clamp_min_(1).sub_(exponents.repeat_interleave(BLOCK)).add_(2)
+    steps = steps.bitwise_left_shift_(shift.clamp(0, 17)).bitwise_right_shift_(shift.neg_().clamp_(0, 31))
     # steps < 2**18 is exact in fp32, whose exponent field is the bit length: no loop, no log2.
-    octave = ((steps.float().view(torch.int32) >> 23) - 130).clamp_min_(0)
-    code = (steps >> octave) + (octave << 3)
-    return (code.clamp_max_(_E4M3_NAN - 1) | ((bits < 0) * 0x80)).to(torch.uint8), exponents.to(torch.uint8)
+    octave = steps.float().view(torch.int32).bitwise_right_shift_(23).sub_(130).clamp_min_(0)
+    code = steps.bitwise_right_shift_(octave).add_(octave.bitwise_left_shift_(3)).clamp_max_(_E4M3_NAN - 1)
+    sign = (bits < 0).to(torch.uint8) << 7
+    return code.to(torch.uint8).bitwise_or_(sign), exponents.to(torch.uint8)
 
 
 def _smallest_exponent(peak: torch.Tensor) -> torch.Tensor:
