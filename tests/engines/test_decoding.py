@@ -108,6 +108,31 @@ def test_paged_cache_equals_contiguous_cache(model: ref.ReferenceModel, pool: re
         assert torch.equal(model.draft(drafts, last, contiguous), model.draft(drafts, last, pool))
 
 
+def test_attention_knows_distances_not_positions(model: ref.ReferenceModel, pool: ref.PagedPool) -> None:
+    """The same tokens at later positions give the same output: the values carry no rotation out of the layer."""
+    x = torch.randn(6, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    pages = table(pool, 6)
+    near, far = (
+        model.layers[0]
+        .attn(
+            x,
+            ref.Batch(Phase.PREFILL, torch.zeros(6, dtype=torch.long), (ref.Segment(pages, start, 6),)),
+            ContiguousCache(),
+            0,
+        )
+        .float()
+        for start in (0, 1000)
+    )
+    assert (near - far).norm() < 0.05 * near.norm()
+    shuffled = model.layers[0].attn(
+        x[[1, 0, 2, 3, 4, 5]],
+        ref.Batch(Phase.PREFILL, torch.zeros(6, dtype=torch.long), (ref.Segment(pages, 0, 6),)),
+        ContiguousCache(),
+        0,
+    )
+    assert (near[5] - shuffled[5]).norm() > 0.05 * near[5].norm()
+
+
 def test_later_tokens_change_no_earlier_state(model: ref.ReferenceModel, pool: ref.PagedPool) -> None:
     """Attention is causal: another fifth token leaves the first four states alone and changes the fifth."""
     states = [
