@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from checkpoint_files import SCALE, WEIGHT, Stored, codes, scales, write_folder
+from checkpoint_files import SCALE, WEIGHT, Stored, codes, scales, write_folder, write_raw
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -328,3 +330,25 @@ def _narrow_subnormals(finite: npt.NDArray[np.uint16]) -> int:
     """Subnormals with set bits below the fourth mantissa bit that still have at most 4 significant ones."""
     fractions = [int(bits) & 0x7F for bits in finite if bits & 0x7F80 == 0 and bits & 0xF]
     return sum(len(f"{fraction:b}".rstrip("0")) <= 4 for fraction in fractions)
+
+
+def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
+    """A survey of 1 GiB of codes, in a sparse file, leaves the process far below the promised 300 MiB."""
+    rows, columns = 1 << 16, 1 << 14
+    entries = {WEIGHT: ("F8_E4M3", rows * columns, [rows, columns]), SCALE: ("F8_E8M0", 1 << 20, [2048, 512])}
+    header, at = {}, 0
+    for name, (dtype, size, shape) in entries.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    file = write_raw(tmp_path / FILE, json.dumps(header).encode())
+    start = file.stat().st_size
+    with file.open("r+b") as stream:
+        stream.truncate(start + at)
+        stream.seek(start + rows * columns)
+        stream.write(b"\x78" * (1 << 20))
+    program = (
+        "import re, sys; from memreclaim.survey import survey; assert survey(sys.argv[1]).exact; "
+        "print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(file)], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 100 * 1024
