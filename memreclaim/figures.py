@@ -1,7 +1,8 @@
 """Memory of the device and of the machine as a snapshot shows it: every figure with its source, none added to another.
 
-GB10's memory is shared by CPU and GPU: NVML has no figures there, and ``cudaMemGetInfo`` counts page cache as used, so the
-kernel's own MemFree and MemAvailable are given beside it. A source that is absent gives no figure; nothing fails.
+GB10's memory is shared by CPU and GPU: NVML has no figures there, and ``cudaMemGetInfo`` counts page cache as used,
+so the kernel's own MemFree and MemAvailable are given beside it. A source that is absent gives no figure; nothing
+fails.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def memory(device: torch.device, meminfo: Path = MEMINFO) -> tuple[MemoryFigure,
 
 
 def pool_bytes(pool: KVPool) -> dict[str, int]:
-    """Bytes of each part of a KV pool: summed from its tensors where the pool can do that, else capacity times bytes a token."""
+    """Bytes of each part of a KV pool, summed from its tensors; else capacity times bytes a token."""
     measured = getattr(pool, "tensor_bytes", None)
     if callable(measured):
         return dict(measured())
@@ -51,7 +52,7 @@ def pool_bytes(pool: KVPool) -> dict[str, int]:
 def _cuda(device: torch.device) -> tuple[MemoryFigure, ...]:
     import torch
 
-    if device.type != "cuda" or not torch.cuda.is_initialized():
+    if device.type != "cuda" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return ()
     free, total = torch.cuda.mem_get_info(device)
     allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)

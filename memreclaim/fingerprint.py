@@ -1,8 +1,9 @@
 """Fingerprints of twins: taken when a twin is proven, compared later to notice that a byte of it moved.
 
-A twin is read as int64 words in slabs of at most 256 KiB. The fingerprint of a slab is ``sum(word[i] * weight[i])`` modulo 2**64 with
-odd weights that depend on the position. A change of one word (8 bytes) is always seen, since an odd weight has an inverse; changes
-of several words are missed with probability 2**-64. It guards against accidents, not against an opponent.
+A twin is read as int64 words in slabs of at most 256 KiB. The fingerprint of a slab is ``sum(word[i] * weight[i])``
+modulo 2**64 with odd weights that depend on the position. A change of one word (8 bytes) is always seen, since an odd
+weight has an inverse; changes of several words are missed with probability 2**-64. It guards against accidents, not
+against an opponent.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from memreclaim.twin import Twin
 
 SLAB_BYTES: Final = 1 << 18
-"""A slab needs a temporary of its own size, and one table of that size is kept: 0.5 MiB of the 4 MiB that an operation may use."""
+"""A slab needs a temporary of its own size, and one table of that size is kept: 0.5 MiB of the 4 MiB that an
+operation may use."""
 _WORD: Final = 8
 
 
@@ -61,7 +63,7 @@ def fingerprint(twin: Twin) -> Fingerprint:
 def slabs(twin: Twin) -> Iterator[torch.Tensor]:
     """The twin's bytes as views, uint8 ``[n]`` with n at most :data:`SLAB_BYTES`."""
     for part in (twin.packed, twin.exponents):
-        yield from part.view(-1).split(SLAB_BYTES)
+        yield from torch.split(part.view(-1), SLAB_BYTES)
 
 
 def slab_sum(slab: torch.Tensor) -> torch.Tensor:
@@ -76,7 +78,7 @@ def slab_sum(slab: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _weights(device: torch.device) -> torch.Tensor:
-    """Odd multipliers, int64 ``[SLAB_BYTES / 8]``: a multiplicative sequence, so that neighbours have unlike high bits."""
+    """Odd multipliers, int64 ``[SLAB_BYTES / 8]``: neighbours have unlike high bits."""
     index = torch.arange(SLAB_BYTES // _WORD, dtype=torch.int64, device=device)
     scrambled = (index + 1) * -7046029254386353131  # 2**64 divided by the golden ratio, as a signed number
     return (scrambled ^ (scrambled >> 29)) | 1

@@ -1,7 +1,7 @@
 """What happened in this process, counted where it happens: proofs, operations, requests, samples, the last events.
 
-A journal holds totals and histograms by name and label values and knows nothing of Prometheus; :mod:`memreclaim.rank` copies it
-into each snapshot.
+A journal holds totals and histograms by name and label values and knows nothing of Prometheus; :mod:`memreclaim.rank`
+copies it into each snapshot.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Journal:
         self._lock = threading.Lock()
         self._counts: Counter[Key] = Counter()
         self._buckets: dict[Key, list[int]] = {}
-        self._sums: Counter[Key] = Counter()
+        self._sums: dict[Key, float] = {}
         self._events: deque[Event] = deque(maxlen=EVENTS_KEPT)
         self._measured: dict[str, Measured] = {}
         self._pool: PoolChange | None = None
@@ -110,7 +110,7 @@ class Journal:
         with self._lock:
             buckets = self._buckets.setdefault(key, [0] * (len(bounds) + 1))
             buckets[bisect_left(bounds, value)] += 1
-            self._sums[key] += value  # type: ignore[assignment]  Counter is typed for whole numbers only
+            self._sums[key] = self._sums.get(key, 0.0) + value
 
     def note(self, level: str, event: str, fields: Mapping[str, Any]) -> None:
         """Keep one event; it is a listener of :mod:`memreclaim.events`."""
@@ -133,7 +133,10 @@ class Journal:
 
     @contextmanager
     def operation(self, name: str) -> Iterator[Outcome]:
-        """Time an operation (one of :data:`OPERATIONS`) and count how it ended; set ``result`` for what raised nothing."""
+        """Time an operation and count how it ended.
+
+        ``name`` is one of :data:`OPERATIONS`; the block sets ``result`` when it ended badly and raised nothing.
+        """
         outcome, started = Outcome(), time.perf_counter()
         self._running = name
         try:
@@ -151,7 +154,8 @@ class Journal:
         """Keep the figures of a reclaim; a later one of the same component adds to what it freed before."""
         before = self._measured.get(component)
         freed = report.freed if before is None else _both(before.freed, report.freed)
-        peaks = [p for p in (report.peak_extra_bytes, before and before.peak_extra_bytes) if p is not None]
+        earlier = None if before is None else before.peak_extra_bytes
+        peaks = [peak for peak in (report.peak_extra_bytes, earlier) if peak is not None]
         with self._lock:
             self._measured[component] = Measured(freed, max(peaks, default=None))
         if report.pool is not None:
@@ -186,7 +190,7 @@ class Journal:
         """All histograms, copies."""
         with self._lock:
             return {
-                key: Histogram(BOUNDS[key[0]], tuple(buckets), float(self._sums[key]))
+                key: Histogram(BOUNDS[key[0]], tuple(buckets), self._sums[key])
                 for key, buckets in self._buckets.items()
             }
 
@@ -214,9 +218,7 @@ def triggered_by(trigger: str) -> Iterator[None]:
 
 
 def _both(one: FreedBytes, other: FreedBytes) -> FreedBytes:
-    return type(one)(
-        one.nominal + other.nominal, _sum(one.allocator, other.allocator), _sum(one.device, other.device)
-    )
+    return type(one)(one.nominal + other.nominal, _sum(one.allocator, other.allocator), _sum(one.device, other.device))
 
 
 def _sum(one: int | None, other: int | None) -> int | None:

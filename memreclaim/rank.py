@@ -1,7 +1,7 @@
 """One rank as it is now: a frozen, versioned snapshot, and the object that takes it.
 
-Metrics, HTTP, the command line and the status page all show the same snapshot, so they can never disagree. Taking one reads the
-ledger, the journal and a few memory figures; it starts no kernel and touches no weight.
+Metrics, HTTP, the command line and the status page all show the same snapshot, so they can never disagree. Taking one
+reads the ledger, the journal and a few memory figures; it starts no kernel and touches no weight.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Build:
     def here(cls, device: torch.device) -> Build:
         """Read it from this process; asks the GPU only when torch uses one already."""
         name, capability = platform.processor() or platform.machine(), "none"
-        if device.type == "cuda" and torch.cuda.is_initialized():
+        if device.type == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             name = torch.cuda.get_device_name(device)
             capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
         try:
@@ -203,7 +203,7 @@ class Rank:
         ranks: int = 1,
         pool: Callable[[], KVPool | None] | None = None,
     ) -> None:
-        """Look at ``reclaimer``; ``pool`` is asked for the live pool each time, by default it is the reclaimer's own."""
+        """Look at ``reclaimer``; ``pool`` is asked for the live pool each time (default: the reclaimer's own)."""
         self.reclaimer = reclaimer
         self.identity = identity or Identity()
         self.ranks = ranks
@@ -233,7 +233,7 @@ class Rank:
                 self._stop_listening = None
 
     def snapshot(self) -> RankSnapshot:
-        """This rank as it is now."""
+        """The rank as it is now."""
         journal, settings = self.journal, self.reclaimer.settings
         layers = self.reclaimer.ledger.layers()
         audit = self.audit
@@ -265,9 +265,10 @@ class Rank:
             return RankState.FAILED
         if self.reclaimer.settings.mode is Mode.OFF:
             return RankState.OFF
-        if not self.started and not layers:
+        running = self.journal.running
+        if not self.started and (running is not None or not layers):
             return RankState.STARTING
-        if self.journal.running in ("reclaim", "restore", "update"):
+        if running in ("reclaim", "restore", "update"):
             return RankState.WORKING
         return RankState.DEGRADED if any(layer.reason in MISMATCHES for layer in layers) else RankState.READY
 

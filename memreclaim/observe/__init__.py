@@ -1,1 +1,1 @@
-"""What operators see: metrics, logs, latency samples, dashboards and alert rules. Importing it loads nothing of Prometheus."""
+"""What operators see: metrics, logs, latency samples, dashboards, alert rules. Loads nothing of Prometheus."""

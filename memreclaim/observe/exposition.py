@@ -1,7 +1,7 @@
 """The text that a scrape gets, written straight from a snapshot.
 
-``prometheus_client`` can do it from the collector as well and takes 3 to 4 times as long, of which most is sorting and checking
-labels sample by sample. The two are compared byte for byte (sorted) by tests.
+``prometheus_client`` can do it from the collector as well and takes 3 to 4 times as long, of which most is sorting
+and checking labels sample by sample. The two are compared byte for byte (sorted) by tests.
 """
 
 from __future__ import annotations

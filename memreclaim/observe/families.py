@@ -1,7 +1,8 @@
-"""The metrics of a rank, as plain data from a snapshot; how they reach Prometheus is :mod:`memreclaim.observe.metrics`'s business.
+"""The metrics of a rank, as plain data from a snapshot.
 
-Names are without the prefix ``memreclaim_``. Every counter's label values start at 0: ``increase()`` does not see a counter that is
-born at 1.
+How they reach Prometheus is the business of :mod:`memreclaim.observe.metrics` and :mod:`memreclaim.observe.exposition`.
+Names are without the prefix ``memreclaim_``. Every counter's label values start at 0: ``increase()`` does not see a
+counter that is born at 1.
 """
 
 from __future__ import annotations
@@ -73,13 +74,15 @@ SPECS: Final = dict(
             "Always 1; the labels say what runs here.",
         ),
         _spec("state", "gauge", "state", "1 for the state that the rank is in, 0 for the others."),
-        _spec("ranks_expected", "gauge", "", "Ranks that the engine runs; exported by the first rank and the head node."),
+        _spec(
+            "ranks_expected", "gauge", "", "Ranks that the engine runs; exported by the first rank and the head node."
+        ),
         _spec("layers", "gauge", "status", "Layers by where they stand."),
         _spec(
             "layer_mismatched_elements",
             "gauge",
             "layer component",
-            "Elements whose bits differ: of a kept weight from its twin, or of a served twin from its fingerprint (at least).",
+            "Elements whose bits differ: of a kept weight from its twin, or (at least) of a served twin that changed.",
         ),
         _spec("layer_reclaimed", "gauge", "layer component", "1 when the bf16 weight is dropped."),
         _spec("gross_bytes", "gauge", "component", "bf16 bytes released now."),
@@ -89,8 +92,15 @@ SPECS: Final = dict(
         _spec("peak_extra_bytes", "gauge", "", "Most memory above the starting point while reclaiming."),
         _spec("kv_pool_bytes", "gauge", "pool", "Bytes of the KV pool, summed from its tensors."),
         _spec("kv_pool_tokens", "gauge", "", "Tokens that the KV pool holds when it is full."),
-        _spec("kv_pool_gained_tokens", "gauge", "limited_by", "Tokens that reclaiming added, and what bounds the pool."),
-        _spec("kv_pool_head_room_bytes", "gauge", "", "Freed bytes that the pool did not take, all of them when it is pinned."),
+        _spec(
+            "kv_pool_gained_tokens", "gauge", "limited_by", "Tokens that reclaiming added, and what bounds the pool."
+        ),
+        _spec(
+            "kv_pool_head_room_bytes",
+            "gauge",
+            "",
+            "Freed bytes that the pool did not take, all of them when it is pinned.",
+        ),
         _spec("device_memory_bytes", "gauge", "kind source", "Memory as its source reports it; figures overlap."),
         _spec("proofs_total", "counter", "result", "Proofs of a layer."),
         _spec("proof_duration_seconds", "histogram", "", "Time to build and prove one layer's twin."),
@@ -98,11 +108,20 @@ SPECS: Final = dict(
         _spec("audit_interval_seconds", "gauge", "", "Time between audits; 0 when they are off."),
         _spec("operations_total", "counter", "operation trigger result", "Operations on this rank."),
         _spec("operation_duration_seconds", "histogram", "operation trigger result", "Time that an operation took."),
-        _spec("kernel_duration_seconds", "histogram", "path rows", "Sampled time of one projection served from a twin."),
+        _spec(
+            "kernel_duration_seconds", "histogram", "path rows", "Sampled time of one projection served from a twin."
+        ),
         _spec("kernel_baseline_seconds", "gauge", "path rows", "Time of one projection, measured before the drop."),
         _spec("calls_total", "counter", "path phase", "Projections routed from Python; graph replays are not seen."),
-        _spec("materializations_total", "counter", "operation", "Exact bf16 copies of a dropped weight handed to a reader."),
-        _spec("tag_refusals_total", "counter", "operation", "Readers that asked for the raw memory of a dropped weight."),
+        _spec(
+            "materializations_total",
+            "counter",
+            "operation",
+            "Exact bf16 copies of a dropped weight handed to a reader.",
+        ),
+        _spec(
+            "tag_refusals_total", "counter", "operation", "Readers that asked for the raw memory of a dropped weight."
+        ),
         _spec("http_requests_total", "counter", "method route code", "Requests to this rank's service."),
         _spec("http_request_duration_seconds", "histogram", "method route code", "Time to answer a request."),
         _spec("internal_errors_total", "counter", "where", "Errors inside memreclaim that were survived."),
@@ -142,7 +161,7 @@ def _gauges(rank: RankSnapshot) -> dict[str, dict[Labels, float]]:
         "ranks_expected": {(): rank.ranks} if rank.identity.first else {},
         "audit_interval_seconds": {(): rank.audit.interval_seconds},
         "last_audit_timestamp_seconds": {(): rank.audit.last_timestamp},
-        "kernel_baseline_seconds": dict(rank.baselines.seconds),
+        "kernel_baseline_seconds": {(path, rows): value for (path, rows), value in rank.baselines.seconds.items()},
         "device_memory_bytes": {(figure.kind, figure.source): figure.n_bytes for figure in rank.memory},
         **_layer_gauges(rank),
         **_byte_gauges(rank),
@@ -150,14 +169,12 @@ def _gauges(rank: RankSnapshot) -> dict[str, dict[Labels, float]]:
 
 
 def _layer_gauges(rank: RankSnapshot) -> dict[str, dict[Labels, float]]:
-    by_state = {
+    by_state: dict[Labels, float] = {
         (state.value,): float(sum(layer.state is state for layer in rank.layers)) for state in State
     }
     return {
         "layers": by_state,
-        "layer_mismatched_elements": {
-            (layer.name, layer.component): rank.mismatched(layer) for layer in rank.layers
-        },
+        "layer_mismatched_elements": {(layer.name, layer.component): rank.mismatched(layer) for layer in rank.layers},
         "layer_reclaimed": {
             (layer.name, layer.component): float(layer.state is State.RECLAIMED) for layer in rank.layers
         },

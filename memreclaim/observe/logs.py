@@ -1,7 +1,8 @@
 """Log handlers for those who ask; by default memreclaim's records go wherever the host process sends them.
 
-The lines themselves are made in :mod:`memreclaim.events`. Here are a JSON formatter for ``MEMRECLAIM_LOG_FORMAT=json`` and a plain
-one for programs of our own. Neither touches the root logger or structlog's configuration.
+The lines themselves are made in :mod:`memreclaim.events`. Here are a JSON formatter for
+``MEMRECLAIM_LOG_FORMAT=json`` and a plain one for programs of our own. Neither touches the root logger or structlog's
+configuration.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Two ways for a rank's metrics into Prometheus, both fed by snapshots.
 
 - :class:`Collector` reads a snapshot when it is scraped. It is the rule.
-- :class:`Mirror` copies snapshots into metric objects. Engines that set ``PROMETHEUS_MULTIPROC_DIR`` merge files that only metric
-  objects write, and ask no collector; the metrics then appear on the engine's own ``/metrics``.
+- :class:`Mirror` copies snapshots into metric objects. Engines that set ``PROMETHEUS_MULTIPROC_DIR`` merge files that
+  only metric objects write, and ask no collector; the metrics then appear on the engine's own ``/metrics``.
 
-``prometheus_client`` chooses its storage once, when it is imported, by that variable. SGLang loads plug-ins before it sets it, so
-nothing here imports the package before a rank asks for its metrics.
+``prometheus_client`` chooses its storage once, when it is imported, by that variable. SGLang loads plug-ins before it
+sets it, so nothing here imports the package before a rank asks for its metrics.
 """
 
 from __future__ import annotations
@@ -95,8 +95,9 @@ def _metric(family: Family, identity: Labels) -> Metric:
 class Mirror:
     """Copies snapshots of a rank into metric objects.
 
-    Gauges use ``livemostrecent``: each rank has series of its own by its identity, without a ``pid`` label, and those of a process
-    that is marked dead disappear. A gauge whose label value went away reads 0, since files cannot forget a series.
+    Gauges use ``livemostrecent``: each rank has series of its own by its identity, without a ``pid`` label, and those
+    of a process that is marked dead disappear. A gauge whose label value went away reads 0, since files cannot forget
+    a series.
     """
 
     def __init__(self, rank: Rank, registry: CollectorRegistry) -> None:
@@ -127,8 +128,8 @@ class Mirror:
             before = self._written.get((name, labels))
             child = self._metrics[name].labels(*identity, *labels)
             for index, n in enumerate(histogram.counts):
-                child._buckets[index].inc(n - (before.counts[index] if before else 0))  # noqa: SLF001  no public way
-            child._sum.inc(histogram.total - (before.total if before else 0.0))  # noqa: SLF001
+                child._buckets[index].inc(n - (before.counts[index] if before else 0))
+            child._sum.inc(histogram.total - (before.total if before else 0.0))
             self._written[name, labels] = histogram
 
     def _set(self, name: str, identity: Labels, labels: Labels, value: float) -> None:

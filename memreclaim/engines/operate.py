@@ -1,0 +1,72 @@
+"""Reclaiming and restoring a whole engine through its adapter: every part, its refusals, its books, at a safe point.
+
+The caller holds the engine's safe point. Twins are allocated where the adapter says.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memreclaim._version import __version__
+from memreclaim.agree import Agreement, Terms
+from memreclaim.engines.base import refusals
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from memreclaim.engines.base import EngineAdapter
+    from memreclaim.reclaimer import Reclaimer
+    from memreclaim.snapshot import Report
+
+
+def reclaim(reclaimer: Reclaimer, adapter: EngineAdapter) -> tuple[Report, ...]:
+    """Reclaim every model of the engine that the settings allow; one report per part."""
+    settings = reclaimer.settings
+    reports = []
+    for part in adapter.models():
+        if part.role == "draft" and not settings.draft:
+            continue
+        refused = refusals(adapter, part, settings.targets)
+        with adapter.allocations():
+            report = reclaimer.reclaim(
+                part.root,
+                component=part.role.value,
+                prefix=part.prefix,
+                refused=refused,
+                terms=_terms(reclaimer, adapter, part.role.value),
+            )
+        adapter.released(_measured(report))
+        reports.append(report)
+    return tuple(reports)
+
+
+def restore(reclaimer: Reclaimer, adapter: EngineAdapter) -> tuple[Report, ...]:
+    """Make every tag of the engine its bf16 weight again; one report per model tree."""
+    roots: dict[int, nn.Module] = {id(part.root): part.root for part in adapter.models()}
+    reports = []
+    for root in roots.values():
+        before = _net(reclaimer)
+        with adapter.allocations():
+            reports.append(reclaimer.restore(root))
+        adapter.released(_net(reclaimer) - before)
+    return tuple(reports)
+
+
+def _terms(reclaimer: Reclaimer, adapter: EngineAdapter, subject: str) -> Terms:
+    """With several ranks, each proves first, and all drop the same layers or none."""
+    group = adapter.group()
+    if group is None:
+        return Terms()
+    settings = {name: str(value) for name, value in vars(reclaimer.settings).items() if name != "http"}
+    return Terms(agree=Agreement(group, {"memreclaim": __version__, **settings}, subject))
+
+
+def _net(reclaimer: Reclaimer) -> int:
+    return sum(layer.gross_bytes - layer.twin_bytes for layer in reclaimer.ledger.layers() if layer.gross_bytes)
+
+
+def _measured(report: Report) -> int:
+    """Net bytes by the most cautious measure there is."""
+    known = [n for n in (report.freed.nominal, report.freed.allocator, report.freed.device) if n is not None]
+    twins = sum(layer.twin_bytes for layer in report.layers if layer.gross_bytes)
+    return max(0, min(known) - twins)
