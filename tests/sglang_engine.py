@@ -184,6 +184,25 @@ class _Nothing:
     def __exit__(self, *_: object) -> None: ...
 
 
+def weights(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Every wo_a weight by the name of its layer."""
+    named = model.named_parameters()
+    return {name.removesuffix(".weight"): parameter for name, parameter in named if name.endswith("wo_a.weight")}
+
+
+def copies(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Plain copies of every wo_a weight."""
+    return {name: weight.detach().clone() for name, weight in weights(model).items()}
+
+
+def activations(rows: int, pad: int = 0) -> torch.Tensor:
+    """bf16 ``[rows, G, D]`` with ``pad`` unused elements behind each row."""
+    width = GROUPS * DEPTH
+    generator = torch.Generator().manual_seed(rows)
+    wide = torch.randn(rows, width + pad, generator=generator, dtype=torch.float32).bfloat16()
+    return wide.as_strided((rows, GROUPS, DEPTH), (width + pad, DEPTH, 1))
+
+
 def checkpoint(prefix: str, layers: int, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
     """wo_a tensors as checkpoints hold them: e4m3 codes and one e8m0 scale per 32x32 block."""
     generator = torch.Generator().manual_seed(seed)

@@ -5,6 +5,7 @@ Modules named ``test_real_*`` need the real engine in an environment of its own 
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
 from importlib import util
@@ -17,6 +18,7 @@ from memreclaim.engines.sglang import dispatch, lines, occupation, session, upda
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    import torch
     from memreclaim.engines.sglang.session import Session
     from sglang_engine import Engine
 
@@ -48,8 +50,24 @@ def engine() -> Iterator[Engine]:
             load_plugins()
         finally:
             del os.environ["MEMRECLAIM"]
+    # The engine's half million objects stay for good; each reclaim collects garbage, which takes 0.5 s otherwise.
+    gc.collect()
+    gc.freeze()
     yield started
+    gc.unfreeze()
     sglang_engine.stop()
+
+
+@pytest.fixture
+def load(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Run the real ``load_model`` of a real runner over a tiny model."""
+
+    def run(model: torch.nn.Module, **attributes: Any) -> Any:
+        runner = engine.runner(model, monkeypatch, **attributes)
+        runner.load_model()
+        return runner
+
+    return run
 
 
 @pytest.fixture
