@@ -203,6 +203,8 @@ def test_idle_thread_wakes_when_the_pool_grows(model: ref.ReferenceModel) -> Non
     assert held is not None
     with ref.Server(model, pool) as server:
         request = server.submit([1] * 8, 4)
+        while not pool.changed._waiters:
+            time.sleep(0.001)
         pool.grow(int(32 * pool.bytes_per_token))
         assert len(request.result(WAIT)) == 4
 
