@@ -67,7 +67,7 @@ def _serving(run: DemoRun) -> Table:
     ranges = run.after.row_ranges()
     names = list(dict.fromkeys(name for calls in ranges.values() for name in calls))
     for name in names:
-        table.add_column(f"{name} rows", justify="right")
+        table.add_column(f"{name} row" if name == "1" else f"{name} rows", justify="right")
     for phase, calls in ranges.items():
         table.add_row(phase, *(str(calls.get(name, "-")) for name in names))
     return table

@@ -49,7 +49,9 @@ def _tensors(found: Survey) -> Table:
     for name in ("tensors", "name", "shape", "dtype", "block", "verdict"):
         table.add_column(name, justify="right" if name == "tensors" else "left")
     for kind, number in Counter(_describe(tensor) for tensor in found.tensors).items():
-        table.add_row(str(number), *(Text(cell, style=_colour(cell)) for cell in kind))
+        *cells, verdict = kind
+        style = "green" if verdict == _EXACT else "red"
+        table.add_row(str(number), *map(Text, cells), Text(verdict, style=style))
     return table
 
 
@@ -58,10 +60,6 @@ def _describe(tensor: TensorSurvey) -> tuple[str, ...]:
     block = "none" if tensor.block is None else "x".join(map(str, tensor.block))
     verdict = _EXACT if tensor.exact else f"kept, {_why(tensor)}"
     return printable(name), "x".join(map(str, tensor.shape)), tensor.dtype, block, verdict
-
-
-def _colour(cell: str) -> str:
-    return "green" if cell == _EXACT else "red" if cell.startswith("kept, ") else ""
 
 
 def _why(tensor: TensorSurvey) -> str:
