@@ -130,14 +130,12 @@ def bucket_of(rows: int) -> tuple[int, int]:
     return low, 2**31 - 1
 
 
-def stock_order(rows: int, shape: tuple[int, int, int], phase: Phase, stock: Stock) -> Order:
-    """The order of sums that ``identical`` must keep."""
-    if stock == "sglang" and shape == _SGLANG_SHAPE and phase != "prefill":
-        if rows == 1:
-            return "gemv"
-        if rows <= SMALL_ROWS:
-            return "splits8"
-    return "chain"
+def stock_orders(rows: int, shape: tuple[int, int, int], phase: Phase, stock: Stock) -> tuple[Order, ...]:
+    """Orders of sums that ``identical`` may have to keep, the likeliest first; the check on the device decides."""
+    if stock == "sglang" and shape == _SGLANG_SHAPE and phase != "prefill" and rows <= SMALL_ROWS:
+        # Its dispatch goes by flags of the call: where they do not say decode or verify, cuBLAS serves these rows too.
+        return ("gemv" if rows == 1 else "splits8", "chain")
+    return ("chain",)
 
 
 def plan_supports(plan: Plan, rows: int, groups: int, rank: int, depth: int, device: Device) -> str | None:  # noqa: PLR0911
@@ -199,7 +197,7 @@ class Verdict(NamedTuple):
     """The first difference, with coordinate and both values."""
 
 
-_VerdictKey: TypeAlias = tuple[str, "tuple[int, int] | None", int, int, int, tuple[int, int], str]
+_VerdictKey: TypeAlias = tuple[str, "tuple[int, int] | None", int, int, int, tuple[int, int], str, str]
 _Call: TypeAlias = tuple[int, int, int, int, Device, str, str, str]
 _lock = threading.Lock()
 _verdicts: dict[_VerdictKey, Verdict] = {}
@@ -211,20 +209,35 @@ checked: set[Device] = set()
 """Devices on which encode, prove and dequantise were compared with the reference, or are about to be."""
 
 
-def _verdict_key(plan: Plan, rows: int, shape: tuple[int, int, int], device: Device) -> _VerdictKey:
-    return (device.name, device.capability, *shape, bucket_of(rows), plan.key)
+def compared_with(phase: Phase, stock: Stock) -> str:
+    """Name of the stock path that a call's bits are those of.
+
+    An engine's own dispatch may choose by phase; in prefill, and where no engine is, it is cuBLAS.
+    """
+    return "bmm" if stock == "bmm" or phase == "prefill" else f"{stock}/{phase}"
 
 
-def record(plan: Plan, rows: int, shape: tuple[int, int, int], device: Device, verdict: Verdict) -> None:
+def _verdict_key(plan: Plan, rows: int, shape: tuple[int, int, int], device: Device, against: str) -> _VerdictKey:
+    return (device.name, device.capability, *shape, bucket_of(rows), plan.key, against)
+
+
+def record(
+    plan: Plan, rows: int, shape: tuple[int, int, int], device: Device, verdict: Verdict, *, against: str = "bmm"
+) -> None:
     """Note what the comparison with the stock path found for the bucket of ``rows``, and choose anew from now on."""
     with _lock:
-        _verdicts[_verdict_key(plan, rows, shape, device)] = verdict
+        _verdicts[_verdict_key(plan, rows, shape, device, against)] = verdict
         _selected.clear()
 
 
-def verified(plan: Plan, rows: int, shape: tuple[int, int, int], device: Device) -> Verdict | None:
-    """What :func:`record` was told for this plan, weight shape and row bucket on this kind of device, or None."""
-    return _verdicts.get(_verdict_key(plan, rows, shape, device))
+def verified(
+    plan: Plan, rows: int, shape: tuple[int, int, int], device: Device, *, against: str = "bmm"
+) -> Verdict | None:
+    """What :func:`record` was told for this plan, weight shape and row bucket on this kind of device, or None.
+
+    ``against`` is what the plan was compared with, see :func:`compared_with`.
+    """
+    return _verdicts.get(_verdict_key(plan, rows, shape, device, against))
 
 
 def disable(backend: Backend, reason: str) -> None:
@@ -281,13 +294,19 @@ def candidates(
         return (Plan("empty", "reference"),)
     effective: Numerics = "identical" if phase == "prefill" else numerics
     shape = (groups, rank, depth)
-    order: Order = "free" if effective == "fused" else stock_order(rows, shape, phase, stock)
+    orders: tuple[Order, ...] = ("free",) if effective == "fused" else stock_orders(rows, shape, phase, stock)
     offers = [
         plan
+        for order in orders
         for plan in _offers(rows, shape, device, effective, order)
         if plan.path == "dequant" or plan_supports(plan, rows, groups, rank, depth, device) is None
     ]
-    return tuple(dict.fromkeys(offers))
+    kernels = [plan for plan in offers if plan.path != "dequant"]
+    chosen = [plan for plan in offers if plan.path == "dequant"]
+    # A table may prefer dequantisation: then nothing below it is wanted.
+    if offers[0].path == "dequant":
+        kernels = []
+    return (*dict.fromkeys(kernels), chosen[0])
 
 
 def _offers(rows: int, shape: tuple[int, int, int], device: Device, numerics: Numerics, order: Order) -> Iterator[Plan]:
@@ -352,7 +371,7 @@ def select(
     if hit is not None:
         return hit
     plans = candidates(rows, groups, rank, depth, device=device, phase=phase, numerics=numerics, stock=stock)
-    chosen = _first_allowed(plans, rows, (groups, rank, depth), device)
+    chosen = _first_allowed(plans, rows, (groups, rank, depth), device, compared_with(phase, stock))
     with _lock:
         _selected[call] = chosen
         news = (device, groups, rank, depth, bucket_of(rows), chosen.key, chosen.reason)
@@ -364,12 +383,14 @@ def select(
     return chosen
 
 
-def _first_allowed(plans: tuple[Plan, ...], rows: int, shape: tuple[int, int, int], device: Device) -> Plan:
+def _first_allowed(
+    plans: tuple[Plan, ...], rows: int, shape: tuple[int, int, int], device: Device, against: str
+) -> Plan:
     reasons = []
     for plan in plans:
         if plan.path in ("empty", "dequant"):
             break
-        verdict = verified(plan, rows, shape, device)
+        verdict = verified(plan, rows, shape, device, against=against)
         if verdict is None and plan.order == "free":
             return plan
         if verdict is not None and verdict.same:
@@ -405,6 +426,6 @@ def _is_usable(backend: str) -> bool:
 
 
 def _cuda() -> Any:  # noqa: ANN401  see memreclaim_kernels.native
-    from memreclaim_kernels import native  # type: ignore[attr-defined]
+    from memreclaim_kernels import native
 
     return native

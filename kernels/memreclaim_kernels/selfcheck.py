@@ -71,10 +71,11 @@ def check(
     if not about.is_cuda:
         return ()
     choose: dict[str, Any] = {"device": about, "phase": phase, "numerics": numerics, "stock": stock}
+    against = plan.compared_with(phase, stock)
     checks = []
     for first, last in _buckets(max_rows):
         offers = _offers(first, last, shape, choose)
-        verdicts = _settle(offers, (first, last), shape, device, stock_path or reference.grouped_projection)
+        verdicts = _settle(offers, shape, device, stock_path or reference.grouped_projection, against)
         checks.append(Check((first, last), plan.select(last, *shape, **choose), verdicts))
     _decode_inputs.cache_clear()
     return tuple(checks)
@@ -128,11 +129,7 @@ def _offers(first: int, last: int, shape: WeightShape, choose: dict[str, Any]) -
 
 
 def _settle(
-    offers: dict[Plan, list[int]],
-    bucket: tuple[int, int],
-    shape: WeightShape,
-    device: torch.device,
-    stock_path: StockPath,
+    offers: dict[Plan, list[int]], shape: WeightShape, device: torch.device, stock_path: StockPath, against: str
 ) -> tuple[tuple[Plan, Verdict], ...]:
     """Compare and record plans until every row count has one that is right."""
     verdicts = []
@@ -141,7 +138,7 @@ def _settle(
         if served.issuperset(rows):
             continue
         verdict = _compare(candidate, tuple(rows), shape, device, stock_path)
-        plan.record(candidate, bucket[1], shape, plan.device_of(device), verdict)
+        plan.record(candidate, rows[-1], shape, plan.device_of(device), verdict, against=against)
         verdicts.append((candidate, verdict))
         if verdict.same:
             served.update(rows)
