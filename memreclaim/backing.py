@@ -98,7 +98,7 @@ class Backing:
 
     def abandon(self) -> None:
         """The swap failed and the model has its own parameters again: tags that got out follow them."""
-        self._twin = None
+        self._twin = self._dense = None
 
     def make_dense(self) -> torch.Tensor:
         """Bring the bf16 weight back for good, because it is restored or about to be written; returns its parameter.

@@ -16,6 +16,7 @@ import gc
 import sys
 import time
 import weakref
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,7 @@ from memreclaim.tag import Tag, TagView, make_tag, parameter_like
 from memreclaim.tagged import exact
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from memreclaim.backing import Backing
     from memreclaim.discover import Candidate, Site
@@ -51,34 +52,43 @@ def drop(candidate: Candidate, backing: Backing) -> None:
     objects.
     """
     with backing.lock:
-        held = _take(candidate, backing)
-        _release(candidate.sites, held, backing)
+        held = [site.get() for site in candidate.sites]
+        with _or_put_back(candidate.sites, held, backing):
+            _take(candidate.sites, held, backing)
+            watch = StorageWeakRef(held[0].untyped_storage())  # type: ignore[no-untyped-call]
+            rebuild = _rebuilders(held)
+        _release(candidate.sites, held, backing, watch, rebuild)
 
 
 def shadow(candidate: Candidate, backing: Backing) -> None:
     """Serve ``candidate`` from its twin while the bf16 weight stays (twin mode). Raises like :func:`drop`."""
     with backing.lock:
-        held = _take(candidate, backing)
-        backing.keep(held[0].detach())
-        _put(candidate.sites, _tags(backing, held))
+        held = [site.get() for site in candidate.sites]
+        with _or_put_back(candidate.sites, held, backing):
+            _take(candidate.sites, held, backing)
+            backing.keep(held[0].detach())
+            _put(candidate.sites, _tags(backing, held))
 
 
-def _take(candidate: Candidate, backing: Backing) -> list[nn.Parameter]:
-    """Steps 1 to 4: the weight's parameters, owned by nobody else and proven, with tags in their places."""
-    twin = backing.twin
-    assert twin is not None
-    held = [site.get() for site in candidate.sites]
-    tags = _tags(backing, held)
+@contextmanager
+def _or_put_back(sites: Sequence[Site], held: Sequence[nn.Parameter], backing: Backing) -> Iterator[None]:
+    """Whatever is raised inside, the parameters ``held`` stand in the model again."""
     try:
-        _put(candidate.sites, tags)
-        _synchronize(held[0].device)
-        _wait_for_sole_ownership(held)
-        proof.demand(twin, held[0])
+        yield
     except BaseException:
-        _put(candidate.sites, held)
+        _put(sites, held)
         backing.abandon()
         raise
-    return held
+
+
+def _take(sites: Sequence[Site], held: list[nn.Parameter], backing: Backing) -> None:
+    """Steps 1 to 4: tags stand in the weight's places, ``held`` is owned by nobody else, and it is proven."""
+    twin = backing.twin
+    assert twin is not None
+    _put(sites, _tags(backing, held))
+    _synchronize(held[0].device)
+    _wait_for_sole_ownership(held)
+    proof.demand(twin, held[0])
 
 
 def _tags(backing: Backing, held: Sequence[nn.Parameter]) -> list[Tag]:
@@ -143,11 +153,15 @@ def _describe_owners(held: list[nn.Parameter]) -> str:
     return f"referred to by {', '.join(kinds)}" if kinds else "a view or a C++ owner"
 
 
-def _release(sites: Sequence[Site], held: list[nn.Parameter], backing: Backing) -> None:
+def _release(
+    sites: Sequence[Site],
+    held: list[nn.Parameter],
+    backing: Backing,
+    watch: StorageWeakRef,
+    rebuild: list[Callable[[torch.UntypedStorage], nn.Parameter]],
+) -> None:
     """Step 5: let go of the last references, and take the storage back if somebody got hold of it meanwhile."""
-    watch = StorageWeakRef(held[0].untyped_storage())  # type: ignore[no-untyped-call]
     parameters = [weakref.ref(parameter) for parameter in held]
-    rebuild = _rebuilders(held)
     held.clear()
     gone = watch.expired()  # type: ignore[no-untyped-call]
     storage = None if gone else torch.UntypedStorage._new_with_weak_ptr(watch.cdata)
