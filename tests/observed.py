@@ -56,7 +56,14 @@ class Engine:
 
 
 @contextmanager
-def engine(path: str, settings: ServiceSettings = QUIET, *, reclaim: bool = True, source: Source | None = None, tp_rank: int = 0) -> Iterator[Engine]:
+def engine(
+    path: str,
+    settings: ServiceSettings = QUIET,
+    *,
+    reclaim: bool = True,
+    source: Source | None = None,
+    tp_rank: int = 0,
+) -> Iterator[Engine]:
     """A tiny engine for the length of a block, reclaimed unless told otherwise."""
     made = Engine(path, settings, source=source, tp_rank=tp_rank)
     try:
@@ -67,7 +74,9 @@ def engine(path: str, settings: ServiceSettings = QUIET, *, reclaim: bool = True
         made.service.close()
 
 
-def layer(index: int, state: State = State.RECLAIMED, reason: Reason | None = None, component: str = "target") -> LayerReport:
+def layer(
+    index: int, state: State = State.RECLAIMED, reason: Reason | None = None, component: str = "target"
+) -> LayerReport:
     """One made-up layer of V4.1 at TP4."""
     released = state is State.RECLAIMED
     wrong = reason is Reason.MISMATCH
@@ -94,7 +103,9 @@ def snapshot(tp_rank: int = 0, *, mismatch: int | None = None, damaged: bool = F
     at = 1_790_000_000.0
     stock = {"1": 6.05e-6, "2..8": 8.0e-6, "9..192": 9.4e-6, ">192": 16.1e-6}
     twin = {"1": 4.1e-6, "2..8": 4.95e-6, "9..192": 7.4e-6, ">192": 19.2e-6}
-    seconds = {("stock", rows): value for rows, value in stock.items()} | {("twin", rows): v for rows, v in twin.items()}
+    seconds = {("stock", rows): value for rows, value in stock.items()} | {
+        ("twin", rows): v for rows, v in twin.items()
+    }
     journal = Journal()
     for rows, value in twin.items():
         for _ in range(20):
@@ -127,9 +138,19 @@ def snapshot(tp_rank: int = 0, *, mismatch: int | None = None, damaged: bool = F
 def _events(at: float, tp_rank: int, mismatch: int | None) -> tuple[Event, ...]:
     found = [Event(at - 40 + tp_rank, "info", "service_started", {"url": f"http://127.0.0.1:{9411 + tp_rank}"})]
     if mismatch is not None:
-        fields = {"layer": f"layers.{mismatch}.attn.wo_a", "component": "target", "reason": "mismatch", "mismatched_elements": 3}
+        fields = {
+            "layer": f"layers.{mismatch}.attn.wo_a",
+            "component": "target",
+            "reason": "mismatch",
+            "mismatched_elements": 3,
+        }
         found.append(Event(at - 34, "warning", "layer_kept", fields))
-    done = {"layers": 43, "reclaimed": 42 if mismatch is not None else 43, "net_bytes": 360_400_000, "duration_s": 0.412}
+    done = {
+        "layers": 43,
+        "reclaimed": 42 if mismatch is not None else 43,
+        "net_bytes": 360_400_000,
+        "duration_s": 0.412,
+    }
     return (*found, Event(at - 30 + tp_rank, "info", "weights_reclaimed", done))
 
 
