@@ -93,7 +93,7 @@ class ProcessMeter:
             trim(0)
 
     def reuse(self) -> None:
-        """As :meth:`settle`: glibc left a 16 MiB weight resident and put the next twin elsewhere, 13 MB more at the peak."""
+        """As :meth:`settle`: glibc kept a freed weight resident beside the next twin, 13 MB more at the peak."""
         self.settle()
 
     def allocated(self) -> int | None:

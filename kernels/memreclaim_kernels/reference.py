@@ -94,8 +94,7 @@ def _encode_strip(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _smallest_exponent(peak: torch.Tensor) -> torch.Tensor:
-    """Smallest exponent byte whose scale holds a block of largest magnitude ``peak`` (int32 bf16 bits, sign
-    cleared)."""
+    """Smallest exponent byte whose scale holds a block of largest magnitude ``peak`` (int32 bf16 bits, no sign)."""
     # 448 is 1.75 * 2**8: the top octave is usable up to mantissa 0x60, above that the next scale is needed.
     normal = (peak >> 7) - 8 + ((peak & 0x7F) > 0x60)  # noqa: PLR2004
     exponents = normal.clamp(0, blocks.MAX_EXPONENT)
