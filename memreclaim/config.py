@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Self, TypeVar
 
+from memreclaim import aliases
 from memreclaim.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -79,12 +80,12 @@ class Settings:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:
-        """Read ``MEMRECLAIM`` and ``MEMRECLAIM_*``; ``MEMRECLAIM`` unset means off.
+        """Read ``MEMRECLAIM`` and ``MEMRECLAIM_*``; ``MEMRECLAIM`` unset means off. Older names: :mod:`memreclaim.aliases`.
 
         Raises :class:`ConfigError` for a bad value and for a ``MEMRECLAIM_`` name that is no setting, since a misspelt
         one would otherwise be ignored in silence.
         """
-        env = os.environ if environ is None else environ
+        env = aliases.translate(os.environ if environ is None else environ)
         unknown = sorted(name for name in env if name.startswith(_PREFIX) and name not in _VARIABLES)
         if unknown:
             raise ConfigError(unknown[0], f"no such setting; there are MEMRECLAIM, {', '.join(sorted(_VARIABLES))}")

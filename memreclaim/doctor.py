@@ -149,4 +149,8 @@ def _engines(wanted: str | None) -> list[Finding]:
         level = Level.OK if usable else Level.BAD if engine.name == wanted else Level.OFF
         version = "" if engine.version is None else f"{engine.version}, "
         findings.append(Finding(f"engine {engine.name}", level, f"{version}{engine.note}"))
+        if engine.name == "sglang" and engine.installed:
+            from memreclaim.engines.sglang import diagnose
+
+            findings += diagnose(wanted=engine.name == wanted)
     return findings

@@ -21,7 +21,7 @@ from memreclaim.errors import MemreclaimError, NotExact
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-COMMANDS = ("demo", "survey", "serve", "status", "doctor", "launch")
+COMMANDS = ("demo", "survey", "serve", "status", "doctor", "launch", "dashboards", "alerts")
 """Modules of this package, in the order in which help shows them."""
 
 _EPILOG = "exit codes: " + ", ".join(f"{code.value} {code.meaning}" for code in ExitCode)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import pkgutil
 import sys
 from dataclasses import dataclass
-from importlib import import_module, util
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from memreclaim.engines.sglang import drift
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -95,11 +97,9 @@ def apply() -> None:
 
 
 def has_framework() -> bool:
-    """Whether this build of the engine has a plug-in framework; looked up without importing more than its packages."""
-    try:
-        return util.find_spec(REGISTRY) is not None
-    except ModuleNotFoundError:
-        return False
+    """Whether this build of the engine has a plug-in framework; looked up by its file, since importing it would start it."""
+    root = drift.package_root()
+    return root is not None and (root / "srt/plugins/hook_registry.py").is_file()
 
 
 def missing(hooks: Iterable[Hook]) -> list[str]:

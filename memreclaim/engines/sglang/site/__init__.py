@@ -1,0 +1,1 @@
+"""The folder that ``memreclaim launch`` puts on ``PYTHONPATH``; it holds a ``sitecustomize``."""
