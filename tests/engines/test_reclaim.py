@@ -14,6 +14,7 @@ from memreclaim import Reclaimer, counters, is_tag, reclaimer, twin_of
 from memreclaim.checkpoint import Checkpoint, write_checkpoint
 from memreclaim.engines import reference as ref
 from memreclaim.errors import PoolError
+from memreclaim.meter import ProcessMeter
 from memreclaim.states import Phase, Reason, State
 
 if TYPE_CHECKING:
@@ -31,29 +32,18 @@ NET_BYTES = 3 * (128 * 128 - 128 * 128 // 1024)
 """Three weights of 128 x 128: two bytes an element become one, and one byte more per 32x32 block."""
 
 
-class ExactMeter:
+class ExactMeter(ProcessMeter):
     """Counts the weights' own bytes: the process's memory moves by more than these weights are large."""
 
     def __init__(self, model: ref.ReferenceModel) -> None:
         """Count the three weights of ``model``."""
+        super().__init__()
         self._model = model
-
-    def settle(self) -> None:
-        """Nothing is cached."""
-
-    def restart_peak(self) -> None:
-        """No peak is kept."""
 
     def allocated(self) -> int:
         """Bytes of what serves now."""
         weights = [weight_of(self._model, layer) for layer in WO_A]
         return sum(twin_of(weight).nbytes if is_tag(weight) else weight.nbytes for weight in weights)
-
-    def free(self) -> None:
-        """A CPU has no such figure."""
-
-    def peak(self) -> None:
-        """Not kept."""
 
 
 @pytest.fixture
