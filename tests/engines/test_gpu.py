@@ -49,7 +49,10 @@ def test_reclaimed_and_restored_weights_give_the_same_bits(demo: ref.ReferenceMo
     assert before.first_difference(ref.serve_workload(demo, pool, WORK)) is None
     report = reclaimer.reclaim(demo)
     assert [layer.state for layer in report.layers] == [State.RECLAIMED] * 5
-    assert report.freed.allocator == report.gross_bytes == 80 * MIB
+    assert report.gross_bytes == 80 * MIB
+    assert report.freed.allocator is not None
+    # Tables and buffers that kernels keep from their first use on count against what was freed.
+    assert report.gross_bytes - MIB < report.freed.allocator <= report.gross_bytes
     assert report.pool is not None
     assert 0.9 * report.net_bytes < report.pool.tokens_gained * pool.bytes_per_token <= report.net_bytes
     assert before.first_difference(ref.serve_workload(demo, pool, WORK)) is None
