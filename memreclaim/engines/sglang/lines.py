@@ -53,7 +53,7 @@ FILES: dict[str, tuple[str, ...]] = {
         "SchedulerWeightUpdaterManager.release_memory_occupation",
         "SchedulerWeightUpdaterManager.resume_memory_occupation",
     ),
-    "srt/managers/scheduler.py": ("Scheduler.init_memory_pools", "Scheduler.init_all_cuda_graphs"),
+    "srt/managers/scheduler.py": ("Scheduler.init_memory_pools", "Scheduler.init_all_cuda_graphs", "Scheduler.on_idle"),
     "srt/utils/weight_checker.py": ("WeightChecker._reset_tensors",),
     "srt/plugins/hook_registry.py": ("HookRegistry.register", "HookRegistry.apply_hooks", "HookRegistry._apply_target"),
 }

@@ -76,7 +76,10 @@ def change(runner: Any, budget_bytes: int, ranks: Sequence[RankMemory], rank: st
     least = min(one.free_bytes for one in ranks)
     gained_bytes = least - min(one.free_bytes - one.net_bytes for one in ranks)
     mine = next(one for one in ranks if one.rank == rank)
-    before = min(after, tokens_for(runner, budget_bytes - gained_bytes))
+    try:
+        before = min(after, tokens_for(runner, budget_bytes - gained_bytes))
+    except (ValueError, RuntimeError, AssertionError):
+        before = 0  # the engine refuses such a budget: without the reclaim it would not have started
     if pool.limited_by == PIN:
         return PoolChange(before, after, pool.bytes_per_token, PIN, mine.net_bytes - _took(before, after, pool))
     scarce = min(ranks, key=lambda one: one.free_bytes)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 
 from memreclaim import events
 from memreclaim.config import OnMismatch
-from memreclaim.engines.sglang import hooks, pool
+from memreclaim.engines.sglang import hooks, pool, rank_service
 from memreclaim.engines.sglang.adapter import SGLangAdapter
 from memreclaim.engines.sglang.session import Budget, session
 from memreclaim.journal import triggered_by
@@ -53,6 +53,8 @@ def after_load_model(_result: object, runner: Any, *_args: Any, **_kwargs: Any) 
     with triggered_by("startup"):
         report = here.reclaim(adapter)
     adapter.released(report.net_bytes)
+    if here.service is None:
+        here.service = rank_service.start(here)
 
 
 @guarded

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from memreclaim.config import Settings
     from memreclaim.engines.sglang.adapter import SGLangAdapter
     from memreclaim.engines.sglang.lines import Line
+    from memreclaim.service.rank import RankService
     from memreclaim.snapshot import Report
     from memreclaim.twin import Twin
 
@@ -55,6 +56,7 @@ class Session:
         self.may_write = 0
         """Weight updates that are under way: only they may bring a weight back once graphs hold its twin."""
         self.budget: Budget | None = None
+        self.service: RankService | None = None
 
     def reclaim(self, adapter: SGLangAdapter, *, storage: Mapping[str, Twin] | None = None) -> Report:
         """Swap the weights of one runner's model; ranks agree first."""
