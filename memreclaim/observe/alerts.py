@@ -1,7 +1,7 @@
 """Alert rules: what an operator is told, in which words, and how it is decided.
 
-One rule per alert; ``memreclaim alerts export`` writes them as a Prometheus rule file. Each has a firing and a silent case in
-``dashboards/rules_test.yml`` and a heading in ``dashboards/runbook.md``.
+One rule per alert; ``memreclaim alerts export`` writes them as a Prometheus rule file. Each has a firing and a silent
+case in ``dashboards/rules_test.yml`` and a heading in ``dashboards/runbook.md``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Grafana dashboards, built from :mod:`memreclaim.observe.panels` with Grafana's own builder.
 
-``grafana-foundation-sdk==0.0.21`` writes classic JSON of schema version 42; other releases write another schema. The JSON is committed
-in ``dashboards/``, and a test builds it again and compares every byte.
+``grafana-foundation-sdk==0.0.21`` writes classic JSON of schema version 42; other releases write another schema. The
+JSON is committed in ``dashboards/``, and a test builds it again and compares every byte.
 """
 
 from __future__ import annotations

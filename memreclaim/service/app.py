@@ -21,8 +21,6 @@ from memreclaim.service.desk import BusyError, UnknownReservationError
 from memreclaim.service.guard import Guard, problem
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from starlette.requests import Request
     from starlette.types import ASGIApp
 
@@ -38,12 +36,10 @@ _LONGEST_KEY: Final = 128
 class RankApp:
     """Routes of one rank."""
 
-    def __init__(
-        self, rank: Rank, desk: Desk, settings: ServiceSettings, before: Callable[[], None] | None = None
-    ) -> None:
-        """Show ``rank``, leave work on ``desk``; ``before`` is called ahead of each fresh snapshot."""
-        self._rank, self._desk, self._before = rank, desk, before
-        self._shared: tuple[float, RankSnapshot] | None = None
+    def __init__(self, rank: Rank, desk: Desk, settings: ServiceSettings) -> None:
+        """Show ``rank``, leave work on ``desk``."""
+        self._rank, self._desk = rank, desk
+        self._shared: tuple[float, int, RankSnapshot] | None = None
         self._scraped: dict[str, tuple[int, tuple[bytes, str]]] = {}
         actions = [Route(f"/v1/{kind}", self._action, methods=["POST"]) for kind in desk.kinds]
         routes = [
@@ -63,13 +59,12 @@ class RankApp:
         self.asgi: ASGIApp = Guard(Starlette(routes=routes), settings, rank.journal, names)
 
     def snapshot(self) -> RankSnapshot:
-        """A snapshot at most :data:`SHARED_SECONDS` old."""
-        now = time.monotonic()
-        if self._shared is None or now - self._shared[0] > SHARED_SECONDS:
-            if self._before is not None:
-                self._before()
-            self._shared = (now, self._rank.snapshot())
-        return self._shared[1]
+        """A snapshot at most :data:`SHARED_SECONDS` old, and younger than the last operation."""
+        now, finished = time.monotonic(), self._desk.finished
+        shared = self._shared
+        if shared is None or now - shared[0] > SHARED_SECONDS or shared[1] != finished:
+            shared = self._shared = (now, finished, self._rank.snapshot())
+        return shared[2]
 
     async def _page(self, _request: Request) -> Response:
         return HTMLResponse(page.HTML, headers={"Content-Security-Policy": page.POLICY})

@@ -75,6 +75,9 @@ class Desk:
         self._keys: OrderedDict[str, str] = OrderedDict()
         self._queued: Operation | None = None
         self._reserved: tuple[str, float] | None = None
+        self._closed = False
+        self.finished = 0
+        """How many operations have ended: what was seen before may have changed."""
 
     @property
     def pending(self) -> bool:
@@ -127,11 +130,13 @@ class Desk:
     def wait(self, timeout: float) -> bool:
         """Sleep until there is work, at most ``timeout`` seconds; for threads that have nothing else to do."""
         with self._changed:
-            return self._changed.wait_for(lambda: self.pending, timeout)
+            self._changed.wait_for(lambda: self.pending or self._closed, timeout)
+            return self.pending
 
-    def wake(self) -> None:
-        """Let :meth:`wait` look again, at shutdown."""
+    def close(self) -> None:
+        """End every :meth:`wait`, at shutdown."""
         with self._changed:
+            self._closed = True
             self._changed.notify_all()
 
     def poll(self, trigger: str = "http") -> Operation | None:
@@ -152,6 +157,7 @@ class Desk:
         with self._changed:
             operation.result, operation.error, operation.finished = result, error, time.time()
             operation.status = Status.DONE if error is None else Status.FAILED
+            self.finished += 1
             self._changed.notify_all()
         return operation
 

@@ -77,7 +77,7 @@ class RankService:
     def close(self) -> None:
         """End all threads; the engine is left as it is."""
         self._stop.set()
-        self.desk.wake()
+        self.desk.close()
         self.auditor.close()
         if self._worker is not None:
             self._worker.join()
