@@ -82,4 +82,5 @@ def _verdict(run: DemoRun) -> Text:
         text = Text(f"{len(run.after.outputs)} requests, {tokens} tokens: {same}\n", style="bold green")
     else:
         text = Text(f"outputs differ: {run.difference}\n", style="bold red")
-    return text.append(f"projections by path: {served}\n{times}", style="not bold default")
+    note = "\na CPU decodes the twin on each call; kernels that read it are for GPUs" if run.device == "cpu" else ""
+    return text.append(f"projections by path: {served}\n{times}{note}", style="not bold default")

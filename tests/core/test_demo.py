@@ -30,6 +30,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ModelConfig, "demo", classmethod(lambda _cls: TINY))
     monkeypatch.setattr("memreclaim.engines.reference.workload", short)
     monkeypatch.delenv("MEMRECLAIM", raising=False)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def _demo(folder: Path, *more: str) -> int:
