@@ -1,0 +1,69 @@
+"""The ``chain`` kernel: cuBLAS's order of sums at any number of rows, on GPUs with wgmma."""
+
+from __future__ import annotations
+
+from ctypes import c_int, c_void_p
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from memreclaim_kernels import blocks
+from memreclaim_kernels.cuda._driver import Kernel
+from memreclaim_kernels.cuda._tensormap import activation_map
+from memreclaim_kernels.cuda._wgmma import wgmma_header
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Tile(NamedTuple):
+    """Shape of a block and its cluster; the names are the macros of ``chain.cu``.
+
+    ``wg`` warpgroups of 64 weight rows, ``bn`` tokens, clusters of ``cw`` blocks that share codes times ``ca`` that share
+    activations, stages of ``bk`` columns; ``registers`` a consumer thread takes over from the producer; ``hold`` column
+    tiles of codes a warp keeps in registers (0: codes pass through shared memory).
+    """
+
+    wg: int
+    bn: int
+    cw: int
+    ca: int
+    bk: int
+    stages: int
+    min_blocks: int
+    registers: int = 0
+    hold: int = 0
+
+    def shared_bytes(self, depth: int) -> int:
+        """Dynamic shared memory of a block."""
+        codes = 16 if self.hold else self.stages * self.wg * 64 * self.bk
+        factors = self.wg * 2 * (depth // blocks.BLOCK) * 4
+        return self.stages * self.bn * self.bk * 2 + codes + factors + self.stages * 16
+
+
+@lru_cache(maxsize=256)
+def chain_kernel(device: int, depth: int, tile: Tile, splits: int) -> Kernel:
+    """The compiled kernel of a tile shape."""
+    defines = (
+        ("DEPTH", depth), ("WG", tile.wg), ("BN", tile.bn), ("CW", tile.cw), ("CA", tile.ca), ("BK", tile.bk),
+        ("STAGES", tile.stages), ("MIN_BLOCKS", tile.min_blocks), ("REGISTERS", tile.registers), ("HOLD", tile.hold),
+        ("SPLITS", min(splits, 2)),
+    )
+    return Kernel(
+        "chain", "chain", defines, device, threads=tile.wg * 128 + (128 if tile.registers else 32),
+        shared=tile.shared_bytes(depth), cluster=tile.cw * tile.ca, generated=(("wgmma.cuh", wgmma_header(tile.bn)),),
+    )
+
+
+def launch_chain(
+    o: torch.Tensor, codes: torch.Tensor, exponents: torch.Tensor, out: torch.Tensor, tile: Tile, splits: int = 1,
+) -> None:
+    """Launch with a given tile. Shapes: ``o [T, G, D]``, ``out [T, G, R]``."""
+    groups, rank, depth = blocks.shape_of(codes)
+    tokens = o.shape[0]
+    columns = -(-(depth // 64) // splits) * 64
+    grid = (rank // (tile.wg * 64) * tile.cw, -(-tokens // (tile.bn * tile.cw)), groups)
+    chain_kernel(o.get_device(), depth, tile, splits).launch(
+        grid, activation_map(o, 64, tile.bn // tile.ca), c_int(0 if groups > 1 and o.stride(1) == 0 else 1),
+        c_void_p(codes.data_ptr()), c_void_p(exponents.data_ptr()), c_void_p(out.data_ptr()), c_int(tokens), c_int(rank),
+        c_int(columns),
+    )
