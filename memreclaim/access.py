@@ -76,9 +76,11 @@ def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _write(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tagged]) -> Any:  # noqa: ANN401
     """Bring the bf16 weight back and write into it; the written tags are what the operator returns.
 
-    ``out=`` is written by way of a copy: it may resize its tensor, which is refused before the weight is touched.
+    ``out=`` is written by way of a copy: it may resize its tensor, which is refused before the weight is touched. So is
+    a negated or conjugated view, whose flag operators do not look at below the dispatcher's Python key.
     """
-    by_copy = any(argument.is_out for argument in func._schema.arguments)
+    flagged = any(tag.memreclaim_geometry.is_neg() or tag.memreclaim_geometry.is_conj() for tag in written)
+    by_copy = flagged or any(argument.is_out for argument in func._schema.arguments)
     targets = {id(tag): (exact(tag, str(func)).clone() if by_copy else _restored(tag), tag) for tag in written}
 
     def substitute(leaf: object) -> object:
@@ -183,7 +185,15 @@ def _untyped_storage(tag: Tagged) -> torch.UntypedStorage:
 
 
 def _set_data(tag: Tagged, value: torch.Tensor) -> None:
-    """``weight.data = value``: the layer is restored, then its parameters take the new storage."""
+    """``weight.data = value``: the layer is restored, then its parameters take the new storage.
+
+    ``module.cpu()`` of a module that is there already sets each parameter's data to itself: nothing is to be done.
+    """
+    if isinstance(value, Tagged):
+        if value.memreclaim_backing is tag.memreclaim_backing and value.memreclaim_whole and tag.memreclaim_whole:
+            if value.memreclaim_geometry.shape == tag.memreclaim_geometry.shape:
+                return
+        value = exact(value, "data")
     tag.memreclaim_backing.replace_data(value)
 
 
@@ -191,11 +201,11 @@ BEYOND_DISPATCH: dict[Any, Callable[..., Any]] = {
     torch.Tensor.numpy: _values("numpy"),
     torch.Tensor.tolist: _values("tolist"),
     torch.Tensor.__array__: _values("__array__"),
+    torch.Tensor.__format__: _values("__format__"),
     torch.Tensor.apply_: _writes("apply_"),
     torch.Tensor.map_: _writes("map_"),
     torch.Tensor.map2_: _writes("map2_"),
     torch.Tensor.data_ptr: _raw("data_ptr"),
-    torch.Tensor.const_data_ptr: _raw("const_data_ptr"),  # type: ignore[attr-defined]
     torch.Tensor.__dlpack__: _raw("__dlpack__"),
     torch.Tensor.__cuda_array_interface__.__get__: _raw("__cuda_array_interface__"),
     torch.Tensor.storage: _raw("storage"),
@@ -207,3 +217,5 @@ BEYOND_DISPATCH: dict[Any, Callable[..., Any]] = {
     torch.Tensor.__reduce_ex__: lambda tag, protocol: tag.__reduce_ex__(protocol),
 }
 """What tensors can do without an operator, by the function that ``__torch_function__`` is given."""
+if hasattr(torch.Tensor, "const_data_ptr"):  # since torch 2.13
+    BEYOND_DISPATCH[torch.Tensor.const_data_ptr] = _raw("const_data_ptr")

@@ -55,9 +55,18 @@ class Fingerprints:
 
 
 def fingerprint(twin: Twin) -> Fingerprint:
-    """Fingerprint of a twin as it is now; peak memory beside it: 0.5 MiB."""
-    sums = torch.stack([slab_sum(slab) for slab in slabs(twin)])
-    return Fingerprint(tuple(sums.tolist()))
+    """Fingerprint of a twin as it is now; peak memory beside it: 2.5 MiB. One synchronisation with its device."""
+    sums = [each for part in (twin.packed, twin.exponents) for each in _sums(part.view(-1))]
+    return Fingerprint(tuple(torch.cat(sums).tolist()))
+
+
+def _sums(data: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Fingerprints of all slabs of ``data``, eight at a time: slab by slab took 100 launches for a twin of 8 MiB."""
+    whole = data.numel() // SLAB_BYTES * SLAB_BYTES
+    for batch in torch.split(data[:whole], 8 * SLAB_BYTES) if whole else ():
+        yield (batch.view(torch.int64).view(-1, SLAB_BYTES // _WORD) * _weights(data.device)).sum(dim=1)
+    if whole < data.numel():
+        yield slab_sum(data[whole:]).view(1)
 
 
 def slabs(twin: Twin) -> Iterator[torch.Tensor]:

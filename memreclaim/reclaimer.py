@@ -7,7 +7,6 @@ stopped 3-node boots in the field.
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 from dataclasses import dataclass
@@ -39,12 +38,14 @@ if TYPE_CHECKING:
     from memreclaim.kvpool import KVPool
 
 TARGET = "target"
+_one_at_a_time = threading.RLock()
+"""Of the process, not of a reclaimer: two may share a model, and a weight is found and dropped by one of them."""
 
 
 class Reclaimer:
     """Reclaims, serves and restores the weights of one rank's models; all methods may be called from any thread.
 
-    One operation runs at a time; a second waits for it and then finds the work done.
+    One operation runs at a time in a process; a second waits for it and then finds the work done.
     """
 
     def __init__(self, settings: Settings | None = None, pool: KVPool | None = None, registry: object = None) -> None:
@@ -57,7 +58,6 @@ class Reclaimer:
         self.journal = Journal()
         self.fingerprints = Fingerprints()
         self.pool = pool
-        self._lock = threading.RLock()
         if registry is not None:
             from memreclaim.observe.metrics import register
 
@@ -81,7 +81,7 @@ class Reclaimer:
         :class:`~memreclaim.errors.NotExact` is raised for the first one without an exact twin under
         ``MEMRECLAIM_ON_MISMATCH=abort``. Whatever is raised, every layer is either whole in bf16 or proven.
         """
-        with self._lock, self.journal.operation("reclaim") as outcome:
+        with _one_at_a_time, self.journal.operation("reclaim") as outcome:
             report = _Run(self, model, component, prefix, terms or Terms()).reclaim(refused or {})
             self.journal.measured(component, report)
             outcome.result = "mismatch" if report.mismatched else "ok"
@@ -93,7 +93,7 @@ class Reclaimer:
         The pool is asked to give the bytes back first; tokens in use stay, and the weights are restored if memory
         allows.
         """
-        with self._lock, self.journal.operation("restore"):
+        with _one_at_a_time, self.journal.operation("restore"):
             report = _Run(self, model, None, "", Terms()).restore()
             if report.pool is not None:
                 self.journal.pool_changed(report.pool)
@@ -121,7 +121,6 @@ class _Run:
         found = discover.discover(self._model, self._settings.targets)
         candidates = [one for one in found if one.name.startswith(self._prefix)]
         refused = self._terms.refusals(candidates, refused)
-        gc.collect()
         self._meter.settle()
         allocated, free = self._meter.allocated(), self._meter.free()
         self._meter.restart_peak()
