@@ -119,8 +119,8 @@ def run(arguments: argparse.Namespace, screen: Screen) -> ExitCode:
     """Show the main job."""
     from memreclaim.cli import demo_tables
 
-    # Read when torch is imported. Threads that spin while they wait for each other slow a busy machine down: on two cores
-    # that others used as well the demo took 90 s, and 22 s when they slept instead.
+    # Read when torch is imported. Threads that spin while they wait for each other cost a busy machine 32 CPU seconds
+    # for a demo that takes 26 when they sleep (2 cores that others used as well).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     settings = replace(Settings.from_env(), mode=Mode.ON)
     device = _device(arguments.device)
