@@ -25,7 +25,7 @@ INDEX = "model.safetensors.index.json"
 
 
 @pytest.mark.parametrize("index", [True, False])
-def test_finds_weight_and_scale_in_different_shards(tmp_path: Path, index: bool) -> None:  # noqa: FBT001
+def test_finds_weight_and_scale_in_different_shards(tmp_path: Path, index: bool) -> None:
     """Weight and scale are found wherever they are, with an index and without."""
     with Checkpoint(write_folder(tmp_path / "c", TWO_SHARDS, index=index)) as checkpoint:
         assert checkpoint.names == (SCALE, WEIGHT)
@@ -197,7 +197,7 @@ def test_dequantise_refuses_other_dtypes_and_shapes() -> None:
 
 
 @pytest.mark.parametrize("index", [True, False])
-def test_writes_what_it_reads(tmp_path: Path, index: bool) -> None:  # noqa: FBT001
+def test_writes_what_it_reads(tmp_path: Path, index: bool) -> None:
     """A written checkpoint has the release's layout and comes back bit by bit."""
     shards = [
         {WEIGHT: torch.from_numpy(codes()[1]).view(torch.float8_e4m3fn), "head.weight": torch.randn(4, 8).bfloat16()},
