@@ -8,12 +8,11 @@ from __future__ import annotations
 import gc
 import os
 import warnings
-from importlib import util
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from memreclaim import Settings
-from memreclaim.engines.sglang import dispatch, lines, occupation, session, updates
+from memreclaim.engines.sglang import dispatch, drift, lines, occupation, session, updates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -22,8 +21,7 @@ if TYPE_CHECKING:
     from memreclaim.engines.sglang.session import Session
     from sglang_engine import Engine
 
-HAS_SGLANG = util.find_spec("sglang") is not None
-if not HAS_SGLANG:
+if drift.package_root() is None:
     collect_ignore_glob = ["test_real_*.py"]
 
 

@@ -34,10 +34,12 @@ class Known:
 
 
 def package_root(package: str = "sglang") -> Path | None:
-    """Folder of an installed package, found without importing it; None when it is not there."""
+    """Folder of an installed package, found without importing it; None when it is not there.
+
+    A mere folder of that name on the path, which Python takes for a namespace package, is none.
+    """
     spec = util.find_spec(package)
-    locations = None if spec is None else spec.submodule_search_locations
-    return Path(next(iter(locations))) if locations else None
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
 
 
 def look(root: Path, known: Mapping[str, Known]) -> list[str]:
