@@ -52,8 +52,8 @@ wheel-test: wheel
 	  "$$wheel[dev,server,completion]"
 	mkdir -p $(WHEEL_TESTS)
 	tar -cf - --exclude=./memreclaim --exclude=./kernels/memreclaim_kernels --exclude=./build --exclude=./dist \
-	  --exclude=./.git --exclude=./.venv --exclude='__pycache__' . | tar -xf - -C $(WHEEL_TESTS)
-	cd $(WHEEL_TESTS) && ../wheel-venv/bin/pytest $(PYTEST_ARGS)
+	  --exclude=./.git --exclude=./.venv --exclude=./.demo --exclude=./.hypothesis --exclude='__pycache__' . | tar -xf - -C $(WHEEL_TESTS)
+	cd $(WHEEL_TESTS) && env -u PYTHONPATH ../wheel-venv/bin/pytest $(PYTEST_ARGS)
 
 bench-survey: $(INSTALLED)
 	$(BIN)/python benchmarks/survey.py
