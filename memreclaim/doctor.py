@@ -88,7 +88,7 @@ def _versions() -> list[Finding]:
         _package("triton", "no Triton kernels; decoding and torch's own products serve", missing=Level.OFF),
         _package("prometheus_client", "no metrics", missing=Level.OFF),
     ]
-    if util.find_spec("kernels") is not None and util.find_spec("memreclaim_kernels") is None:
+    if util.find_spec("memreclaim_kernels") is None:
         found.append(Finding("memreclaim_kernels", Level.BAD, "not importable: the installation is incomplete"))
     return found
 
@@ -119,7 +119,7 @@ def _devices() -> list[Finding]:
     if not torch.cuda.is_available():
         build = "torch is a build without CUDA" if torch.version.cuda is None else "torch finds no NVIDIA GPU"
         return [Finding("device", Level.OFF, f"CPU only, GPU kernels are off: {build}")]
-    return [_device(index) for index in range(torch.cuda.device_count())]
+    return [look(index) for index in range(torch.cuda.device_count()) for look in (_device, _kernels)]
 
 
 def _device(index: int) -> Finding:
@@ -131,6 +131,25 @@ def _device(index: int) -> Finding:
     fp8 = "" if capability >= OLDEST_FP8_CAPABILITY else ", no fp8 arithmetic: codes are decoded by integer operations"
     text = f"{properties.name}, sm{capability[0]}{capability[1]}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free{fp8}"
     return Finding(f"cuda:{index}", Level.OK, text)
+
+
+def _kernels(index: int) -> Finding:
+    """Which kernels serve on a GPU, and whether somebody measured them there."""
+    import torch
+
+    from memreclaim_kernels import plan, tables
+
+    name = f"kernels cuda:{index}"
+    device = plan.device_of(torch.device("cuda", index))
+    backend = plan.backend_for(device)
+    if backend == "reference" or device.capability is None:
+        return Finding(name, Level.OFF, "no kernels for this GPU: twins are decoded and torch's own products serve")
+    try:
+        found = tables.for_device(device.name, device.capability)
+    except tables.TableError as error:
+        return Finding(name, Level.BAD, str(error))
+    words = ", ".join(f"{table.source} ({table.status})" for table in found)
+    return Finding(name, Level.OK, f"{backend}, {words or 'no table for this GPU: choices are a heuristic'}")
 
 
 def _memory(meminfo: Path = Path("/proc/meminfo")) -> list[Finding]:

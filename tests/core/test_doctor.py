@@ -13,6 +13,7 @@ from memreclaim import doctor, engines
 from memreclaim.cli import main
 from memreclaim.cli.exit_codes import ExitCode
 from memreclaim.doctor import Level, examine
+from memreclaim_kernels import plan, tables
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,6 +57,40 @@ def test_an_absent_engine_is_bad_only_when_asked_for(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(engines, "found", lambda: (absent,))
     assert _levels()["engine sglang"] is Level.OFF
     assert _levels(engine="sglang")["engine sglang"] is Level.BAD
+
+
+H200 = plan.Device("NVIDIA H200", (9, 0), 232448)
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "level", "words"),
+    [
+        (H200, "triton", Level.OK, "triton, "),
+        (plan.Device("Unknown GPU", (9, 0), 232448), "triton", Level.OK, "no table for this GPU"),
+        (plan.Device("Tesla V100", (7, 0), 98304), "reference", Level.OFF, "no kernels for this GPU"),
+    ],
+)
+def test_says_which_kernels_serve(
+    device: plan.Device, backend: str, level: Level, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each GPU has the backend that its plans choose, and the table that was measured for it, if any."""
+    monkeypatch.setattr(plan, "device_of", lambda _device: device)
+    monkeypatch.setattr(plan, "backend_for", lambda _device: backend)
+    found = doctor._kernels(0)
+    assert (found.name, found.level) == ("kernels cuda:0", level)
+    assert words in found.detail
+
+
+def test_a_tuned_table_that_is_not_valid_is_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is named, since its plans would be missing."""
+    (tmp_path / "mine.json").write_text("{}")
+    monkeypatch.setattr(plan, "device_of", lambda _device: H200)
+    monkeypatch.setattr(plan, "backend_for", lambda _device: "triton")
+    monkeypatch.setattr(tables, "user_folder", lambda: tmp_path)
+    tables.for_device.cache_clear()
+    found = doctor._kernels(0)
+    tables.for_device.cache_clear()
+    assert (found.level, "mine.json" in found.detail) == (Level.BAD, True)
 
 
 def test_unreadable_meminfo_is_unknown(tmp_path: Path) -> None:
