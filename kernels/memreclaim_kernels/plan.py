@@ -202,6 +202,7 @@ _Call: TypeAlias = tuple[int, int, int, int, Device, str, str, str]
 _lock = threading.Lock()
 _verdicts: dict[_VerdictKey, Verdict] = {}
 _selected: dict[_Call, Plan] = {}
+_generation = 0
 _disabled: dict[str, str] = {}
 _listeners: list[Callable[[Plan, int, tuple[int, int, int], Device], None]] = []
 _announced: set[tuple[object, ...]] = set()
@@ -221,13 +222,25 @@ def _verdict_key(plan: Plan, rows: int, shape: tuple[int, int, int], device: Dev
     return (device.name, device.capability, *shape, bucket_of(rows), plan.key, against)
 
 
+def generation() -> int:
+    """Counts up whenever plans are chosen anew, so that a caller can keep one as long as this stays the same."""
+    return _generation
+
+
+def _choose_anew() -> None:
+    """Forget choices; the lock is held."""
+    global _generation  # noqa: PLW0603  one per process, like the choices
+    _selected.clear()
+    _generation += 1
+
+
 def record(
     plan: Plan, rows: int, shape: tuple[int, int, int], device: Device, verdict: Verdict, *, against: str = "bmm"
 ) -> None:
     """Note what the comparison with the stock path found for the bucket of ``rows``, and choose anew from now on."""
     with _lock:
         _verdicts[_verdict_key(plan, rows, shape, device, against)] = verdict
-        _selected.clear()
+        _choose_anew()
 
 
 def verified(
@@ -244,14 +257,14 @@ def disable(backend: Backend, reason: str) -> None:
     """Stop choosing a backend in this process, for instance because it cannot be compiled here."""
     with _lock:
         _disabled[backend] = reason
-        _selected.clear()
+        _choose_anew()
 
 
 def forget() -> None:
     """Drop every verdict, choice and disabled backend of this process (tests, and a changed device)."""
     with _lock:
         _verdicts.clear()
-        _selected.clear()
+        _choose_anew()
         _disabled.clear()
         _announced.clear()
         checked.clear()

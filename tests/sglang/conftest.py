@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from memreclaim import Settings
-from memreclaim.engines.sglang import dispatch, drift, lines, occupation, session, updates
+from memreclaim.engines.sglang import drift, lines, occupation, session, updates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -73,8 +73,6 @@ def start(engine: Engine) -> Callable[..., Session]:  # noqa: ARG001
     """Begin a rank's life anew with the given settings."""
 
     def begin(**settings: Any) -> Session:
-        dispatch.forget_routes()
-        dispatch.draft_twins.clear()
         updates._open.clear()
         occupation._saved.clear()
         session.configure(lines.installed(), Settings(**settings))

@@ -13,6 +13,7 @@ from memreclaim import Reclaimer, TagAccessError, counters, is_tag
 from memreclaim.engines.sglang import dispatch, mxfp8
 from memreclaim.engines.sglang.routes import Route, route_of
 from memreclaim.states import Phase
+from memreclaim_kernels import plan
 from memreclaim_kernels.plan import Plan
 from sglang_older import EINSUM, KERNEL_MODULE
 
@@ -27,8 +28,7 @@ ROUTE_SHAPE = (2, 1024, 4096)
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    dispatch.forget_routes()
-    dispatch.draft_twins.clear()
+    dispatch.forget()
     mxfp8._halves.cache_clear()
     yield
     mxfp8._halves.cache_clear()
@@ -247,7 +247,19 @@ def test_kernels_are_asked_for_the_bits_of_the_stock_kernel(
         ours = dispatch.apply_wo_a(routed(found), o, tag.view(GROUPS, RANK, -1), **flags)
         assert torch.equal(ours, torch.einsum("tgd,grd->tgr", o, values))
 
-    assert recorder.asked == [expected] * 2
+    assert recorder.asked == [expected]  # the second call is remembered
+
+
+def test_a_verdict_on_kernels_makes_calls_be_asked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that was disabled meanwhile must not go on serving."""
+    tag, _ = reclaimed()
+    recorder = Recorder(monkeypatch)
+    for _ in range(2):
+        dispatch.apply_wo_a(routed(Route.EINSUM), activations(2), tag.view(GROUPS, RANK, -1), **DECODE)
+        plan.disable("triton", "for this test")
+    plan.forget()
+
+    assert len(recorder.asked) == 2
 
 
 def test_calls_of_a_draft_count_as_draft(monkeypatch: pytest.MonkeyPatch) -> None:

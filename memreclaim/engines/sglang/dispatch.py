@@ -7,7 +7,7 @@ own function gets the exact bf16 weight. So whatever the engine adds to the call
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -17,86 +17,92 @@ from memreclaim.engines.sglang.routes import Route, route_of
 from memreclaim.states import Phase
 from memreclaim.tagged import Tagged, exact
 from memreclaim_kernels import ops
+from memreclaim_kernels import plan as plans
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from memreclaim.twin import Twin
+    from memreclaim_kernels.plan import Plan
 
 DEQUANT = "dequant"
-_MOST_ROUTES = 16384
+_MOST_CALLS = 16384
 """Calls of different shapes or flags that are remembered: a prefill may have any number of rows."""
-_routes: dict[Any, tuple[Route, Phase]] = {}
+_calls: dict[Any, Served] = {}
 draft_twins: set[int] = set()
 """``id`` of every twin of a draft model; the session keeps those twins alive."""
+
+
+class Served(NamedTuple):
+    """How calls of one kind are served."""
+
+    plan: Plan | None
+    """The kernel; None where the engine's own function gets the exact weight."""
+    phase: Phase
+    generation: int
+    """Of :func:`memreclaim_kernels.plan.generation`: a newer one means that kernels were judged since."""
+    quantised: bool = False
+    """The engine wants its ``Mxfp8SwizzledInput``."""
 
 
 def apply_wo_a(stock: Callable[..., Any], o: torch.Tensor, wo_a: torch.Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
     """AROUND hook of ``_apply_wo_a_bf16_matmul``.
 
-    Shapes: ``o`` bf16 ``[T, G, D]``, ``wo_a`` bf16 ``[G, R, D]`` -> bf16 ``[T, G, R]``, or the engine's own result when it asks
-    for a quantised one.
+    Shapes: ``o`` bf16 ``[T, G, D]``, ``wo_a`` bf16 ``[G, R, D]`` -> bf16 ``[T, G, R]``, or the engine's own result when it
+    asks for a quantised one.
     """
     if not isinstance(wo_a, Tagged):
         return stock(o, wo_a, *args, **kwargs)
     twin = wo_a.memreclaim_backing.twin
-    if twin is None or not wo_a.memreclaim_whole or type(o) is not torch.Tensor or o.dim() != 3:  # noqa: PLR2004
+    if twin is None or not wo_a.memreclaim_whole or type(o) is not torch.Tensor:
         return stock(o, exact(wo_a, "sglang.dispatch"), *args, **kwargs)
     try:
-        key = (o.shape, o.stride(), o.dtype, twin.packed.shape, args, *kwargs.items())
-        route, phase = _routes[key]
-    except (KeyError, TypeError):
-        route, phase = _find(stock, o, wo_a, args, kwargs)
-    out = _kernel(o, wo_a, twin, route, phase)
-    if out is not None:
-        return out
-    counters.calls.add(DEQUANT, phase)
-    return stock(o, exact(wo_a, "sglang.dispatch"), *args, **kwargs)
-
-
-def _kernel(o: torch.Tensor, wo_a: Tagged, twin: Twin, route: Route, phase: Phase) -> Any:  # noqa: ANN401
-    """Result of a verified kernel, None when there is none for this call."""
-    if route is Route.OTHER or o.shape[0] == 0 or o.dtype != torch.bfloat16 or o.stride(2) != 1:
-        return None
-    asked = Phase.DRAFT if phase is not Phase.PREFILL and id(twin) in draft_twins else phase
-    plan = ops.plan_for(
-        o,
-        twin.packed,
-        phase=asked.value,
-        numerics=wo_a.memreclaim_backing.numerics,
-        stock=route.stock,  # type: ignore[arg-type]
-    )
-    if plan.path == DEQUANT:
-        return None
-    if route is Route.SMALL_MXFP8:
-        out = mxfp8.project(o, twin, plan)
-        if out is None:
-            return None
-    else:
-        out = ops.project(o, twin.packed, twin.exponents, plan)
-    counters.calls.add(plan.path, asked)
-    return out
+        key = (o.shape, o.stride(), o.dtype, twin.packed.shape, id(twin) in draft_twins, args, *kwargs, *kwargs.values())
+        served = _calls.get(key)
+    except TypeError:  # an argument that cannot be hashed: asked anew on each call
+        key = served = None
+    if served is None or served.generation != plans.generation():
+        served = _find(stock, o, wo_a, args, kwargs)
+        _remember(key, served)
+    counters.calls.add(DEQUANT if served.plan is None else served.plan.path, served.phase)
+    if served.plan is None:
+        return stock(o, exact(wo_a, "sglang.dispatch"), *args, **kwargs)
+    if served.quantised:
+        return mxfp8.project(o, twin, served.plan)
+    return ops.project(o, twin.packed, twin.exponents, served.plan)
 
 
 def _find(
     stock: Callable[..., Any], o: torch.Tensor, wo_a: Tagged, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Route, Phase]:
-    """Ask the engine's dispatch, and remember what it says for calls like this one."""
-    geometry = wo_a.memreclaim_geometry
-    found = (route_of(_unwrapped(stock), o, geometry, *args, **kwargs), phase_of_call(args, kwargs))
-    try:
-        key = (o.shape, o.stride(), o.dtype, wo_a.memreclaim_backing.twin.packed.shape, args, *kwargs.items())  # type: ignore[union-attr]
-        if len(_routes) >= _MOST_ROUTES:
-            _routes.clear()
-        _routes[key] = found
-    except TypeError:
-        pass  # an argument that cannot be hashed: asked anew on each call
-    return found
+) -> Served:
+    """Ask the engine's dispatch where it would go, and take a kernel that was found to give those bits."""
+    generation, twin = plans.generation(), wo_a.memreclaim_backing.twin
+    assert twin is not None
+    phase = phase_of_call(args, kwargs)
+    if phase is not Phase.PREFILL and id(twin) in draft_twins:
+        phase = Phase.DRAFT
+    route = route_of(_unwrapped(stock), o, wo_a.memreclaim_geometry, *args, **kwargs)
+    nothing = Served(None, phase, generation)
+    if route is Route.OTHER or o.dim() != 3 or not o.shape[0] or o.dtype != torch.bfloat16 or o.stride(2) != 1:  # noqa: PLR2004
+        return nothing
+    quantised = route is Route.SMALL_MXFP8
+    numerics = "identical" if quantised else wo_a.memreclaim_backing.numerics
+    plan = ops.plan_for(o, twin.packed, phase=phase.value, numerics=numerics, stock=route.stock)
+    if plan.path == DEQUANT or (quantised and not mxfp8.serves(plan)):
+        return nothing
+    return Served(plan, phase, generation, quantised)
 
 
-def forget_routes() -> None:
-    """Ask the engine's dispatch anew for every call."""
-    _routes.clear()
+def _remember(key: object, served: Served) -> None:
+    if key is not None:
+        if len(_calls) >= _MOST_CALLS:
+            _calls.clear()
+        _calls[key] = served
+
+
+def forget() -> None:
+    """Ask the engine's dispatch anew for every call; no draft is known."""
+    _calls.clear()
+    draft_twins.clear()
 
 
 def _unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:

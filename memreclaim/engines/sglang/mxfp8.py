@@ -25,14 +25,15 @@ _SPLITS = 8
 _V4 = "sglang.srt.models.deepseek_v4"
 
 
-def project(o: torch.Tensor, twin: Twin, plan: Plan) -> Any:  # noqa: ANN401
-    """The engine's ``Mxfp8SwizzledInput`` for ``o [T, G, D]``; None when this build of the engine has no such half.
+def serves(plan: Plan) -> bool:
+    """Whether ``plan`` gives the bits of the engine's small-batch kernel, and this build has the second half."""
+    return plan.order == "splits8" and _halves() is not None
 
-    ``plan`` must give the bits of the engine's small-batch kernel.
-    """
+
+def project(o: torch.Tensor, twin: Twin, plan: Plan) -> Any:  # noqa: ANN401
+    """The engine's ``Mxfp8SwizzledInput`` for ``o [T, G, D]``; only when :func:`serves`."""
     halves = _halves()
-    if halves is None or plan.order != "splits8":
-        return None
+    assert halves is not None
     result, quantize = halves
     return result(*quantize(as_partials(ops.project(o, twin.packed, twin.exponents, plan))))
 

@@ -16,6 +16,8 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from memreclaim_kernels.plan import Stock
+
 
 class Route(Enum):
     """What the engine runs on a bf16 weight."""
@@ -29,7 +31,7 @@ class Route(Enum):
     """Something that memreclaim does not know; its exact bf16 operand is made for it."""
 
     @property
-    def stock(self) -> str:
+    def stock(self) -> Stock:
         """Whose order of sums ``identical`` keeps, in the words of :mod:`memreclaim_kernels.plan`."""
         return "sglang" if self in (Route.GEMV, Route.SMALL, Route.SMALL_MXFP8) else "bmm"
 

@@ -159,6 +159,7 @@ _session: Session | None = None
 def configure(line: Line, settings: Settings) -> None:
     """Make this process's session; done when the hooks are registered."""
     global _session  # noqa: PLW0603  one rank is one process
+    dispatch.forget()
     _session = Session(line, settings)
 
 
