@@ -35,7 +35,7 @@ def program(command: Sequence[str], log: Path, **environ: str) -> Iterator[subpr
     """A program for the length of a block; its errors go to ``log``."""
     with log.open("w") as errors:
         env = {**os.environ, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1", **environ}
-        started = subprocess.Popen(list(command), stdout=subprocess.PIPE, stderr=errors, text=True, env=env)  # noqa: S603
+        started = subprocess.Popen(list(command), stdout=subprocess.PIPE, stderr=errors, text=True, env=env)
         try:
             yield started
         finally:

@@ -46,7 +46,7 @@ def post(url: str, path: str, body: str = "{}", headers: dict[str, str] | None =
     return code, answer
 
 
-def until(condition: Callable[[], Any], seconds: float = WAIT) -> Any:  # noqa: ANN401  what the condition gives
+def until(condition: Callable[[], Any], seconds: float = WAIT) -> Any:
     """Ask again until ``condition`` is true; fails after a bounded time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

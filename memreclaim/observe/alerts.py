@@ -56,7 +56,8 @@ ALERTS: Final = (
         "0m",
         "memreclaim_layer_mismatched_elements > 0 and memreclaim_layer_reclaimed == 0",
         "A layer has no exact fp8 twin and stays in bf16",
-        f"{_RANK}: {{{{ $labels.layer }}}} differs in {{{{ $value }}}} elements. Answers are right; less memory is given back.",
+        f"{_RANK}: {{{{ $labels.layer }}}} differs in {{{{ $value }}}} elements. "
+        "Answers are right; less memory is given back.",
     ),
     Alert(
         "ReclaimedLayerMismatch",
@@ -102,7 +103,8 @@ ALERTS: Final = (
         "  * (sum without (pool) (memreclaim_kv_pool_bytes) / memreclaim_kv_pool_tokens)\n"
         "< 0.9 * sum without (component) (memreclaim_net_bytes)",
         "Freed bytes did not reach the KV pool",
-        f"{_RANK}: the pool grew by {{{{ $value | humanize1024 }}}}B, less than 90 % of what was freed, and no pin explains it.",
+        f"{_RANK}: the pool grew by {{{{ $value | humanize1024 }}}}B, less than 90 % of what was freed, "
+        "and no pin explains it.",
     ),
     Alert(
         "AuditStale",

@@ -59,10 +59,13 @@ def _quantile(q: float) -> Query:
     return Query(f"histogram_quantile({q}, {buckets})", f"p{q * 100:.0f} {{{{rows}}}} rows")
 
 
-_MEAN_TWIN: Final = (
-    f"sum by (rows) (rate({_of('kernel_duration_seconds_sum')}{_RATE}))"
-    f" / sum by (rows) (rate({_of('kernel_duration_seconds_count')}{_RATE}))"
-)
+def _mean(histogram: str, by: str, window: str = "") -> str:
+    """Mean of a histogram's values: of all, or of those in ``window``."""
+    parts = (f"{_of(f'{histogram}_{part}')}{window}" for part in ("sum", "count"))
+    return " / ".join(f"sum by ({by}) (rate({part}))" if window else f"sum by ({by}) ({part})" for part in parts)
+
+
+_MEAN_TWIN: Final = _mean("kernel_duration_seconds", "rows", _RATE)
 _STATES: Final = {
     "0": ("off", "text"),
     "1": ("starting", "blue"),
@@ -260,7 +263,7 @@ KERNELS: Final = Row(
             "cps",
             (
                 Query(
-                    f"sum by (path, phase) (rate({_of('calls_total')}{_RATE})) > 0 or sum by (path) (rate({_of('calls_total')}{_RATE}))",
+                    f"sum by (path, phase) (rate({_of('calls_total')}{_RATE}))",
                     "{{path}} {{phase}}",
                 ),
             ),
@@ -290,7 +293,7 @@ OPERATIONS: Final = Row(
             "s",
             (
                 Query(
-                    f"sum by (operation) ({_of('operation_duration_seconds_sum')}) / sum by (operation) ({_of('operation_duration_seconds_count')})",
+                    _mean("operation_duration_seconds", "operation"),
                     "{{operation}}",
                 ),
             ),
@@ -311,7 +314,15 @@ OPERATIONS: Final = Row(
             "Layers proven, by result.",
             "short",
             (Query(f"sum by (result) ({_of('proofs_total')})", "{{result}}"),),
-            width=12,
+            width=8,
+        ),
+        Panel(
+            "timeseries",
+            "Time of a proof",
+            "Mean time to build and prove one layer's twin.",
+            "s",
+            (Query(_mean("proof_duration_seconds", "tp_rank")),),
+            width=8,
         ),
         Panel(
             "timeseries",
@@ -322,7 +333,7 @@ OPERATIONS: Final = Row(
                 Query(f"sum by (tp_rank) (increase({_of('materializations_total')}{_RATE}))", "TP{{tp_rank}} copies"),
                 Query(f"sum by (tp_rank) (increase({_of('tag_refusals_total')}{_RATE}))", "TP{{tp_rank}} refusals"),
             ),
-            width=12,
+            width=8,
         ),
     ),
 )
@@ -343,7 +354,7 @@ SERVICE: Final = Row(
             "s",
             (
                 Query(
-                    f"sum by (route) (rate({_of('http_request_duration_seconds_sum')}{_RATE})) / sum by (route) (rate({_of('http_request_duration_seconds_count')}{_RATE}))",
+                    _mean("http_request_duration_seconds", "route", _RATE),
                     "{{route}}",
                 ),
             ),
@@ -370,6 +381,9 @@ ROWS: Final = (SUMMARY, LAYERS, POOL, MEMORY, KERNELS, OPERATIONS, SERVICE)
 """The main dashboard."""
 
 _SGLANG: Final = 'model_name=~"$model_name",tp_rank=~"$tp_rank"'
+_USAGE: Final = f"max by (model_name) (sglang:token_usage{{{_SGLANG}}})"
+_TOKENS: Final = f"max by (model_name) (sglang:max_total_num_tokens{{{_SGLANG}}})"
+_GAINED: Final = f"min by (model_name) (sum without (limited_by) ({_of('kv_pool_gained_tokens')}))"
 SGLANG_ROWS: Final = (
     Row(
         "KV pool, as the engine and memreclaim see it",
@@ -400,8 +414,7 @@ SGLANG_ROWS: Final = (
                 "short",
                 (
                     Query(
-                        f"clamp_min(max by (model_name) (sglang:token_usage{{{_SGLANG}}}) * max by (model_name) (sglang:max_total_num_tokens{{{_SGLANG}}})"
-                        f" - (max by (model_name) (sglang:max_total_num_tokens{{{_SGLANG}}}) - min by (model_name) (sum without (limited_by) ({_of('kv_pool_gained_tokens')}))), 0)",
+                        f"clamp_min({_USAGE} * {_TOKENS} - ({_TOKENS} - {_GAINED}), 0)",
                         "tokens",
                     ),
                 ),
@@ -414,7 +427,7 @@ SGLANG_ROWS: Final = (
                 "percentunit",
                 (
                     Query(
-                        f"min by (model_name) (sum without (limited_by) ({_of('kv_pool_gained_tokens')})) / max by (model_name) (sglang:max_total_num_tokens{{{_SGLANG}}})",
+                        f"{_GAINED} / {_TOKENS}",
                         "share",
                     ),
                 ),

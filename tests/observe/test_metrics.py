@@ -21,11 +21,37 @@ from memreclaim.states import Reason, State
 
 pytestmark = pytest.mark.cpu
 
-CONTRACT = """build_info state ranks_expected layers layer_mismatched_elements layer_reclaimed gross_bytes twin_bytes net_bytes
-freed_bytes peak_extra_bytes kv_pool_bytes kv_pool_tokens kv_pool_gained_tokens device_memory_bytes proofs_total
-proof_duration_seconds last_audit_timestamp_seconds audit_interval_seconds operations_total operation_duration_seconds
-kernel_duration_seconds kernel_baseline_seconds calls_total materializations_total tag_refusals_total http_requests_total
-http_request_duration_seconds internal_errors_total""".split()
+CONTRACT = [
+    "build_info",
+    "state",
+    "ranks_expected",
+    "layers",
+    "layer_mismatched_elements",
+    "layer_reclaimed",
+    "gross_bytes",
+    "twin_bytes",
+    "net_bytes",
+    "freed_bytes",
+    "peak_extra_bytes",
+    "kv_pool_bytes",
+    "kv_pool_tokens",
+    "kv_pool_gained_tokens",
+    "device_memory_bytes",
+    "proofs_total",
+    "proof_duration_seconds",
+    "last_audit_timestamp_seconds",
+    "audit_interval_seconds",
+    "operations_total",
+    "operation_duration_seconds",
+    "kernel_duration_seconds",
+    "kernel_baseline_seconds",
+    "calls_total",
+    "materializations_total",
+    "tag_refusals_total",
+    "http_requests_total",
+    "http_request_duration_seconds",
+    "internal_errors_total",
+]
 
 
 def values(text: str, name: str) -> dict[tuple[tuple[str, str], ...], float]:

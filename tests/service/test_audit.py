@@ -1,4 +1,4 @@
-"""Twins are compared with their fingerprints; damage is seen, repaired from the checkpoint, or turns the rank unready."""
+"""Twins are compared with their fingerprints; damage is seen and repaired, or turns the rank unready."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from service_calls import get, until
 from observed import QUIET, Engine, engine
+from service_calls import get, until
 
 from memreclaim import Twin
 from memreclaim.audit import Auditor

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from service_calls import finished, get, post
 from observed import QUIET, SCRAPE_TOKEN, TOKEN, Engine, engine, plant
+from service_calls import finished, get, post
 
 from memreclaim.cli.exit_codes import ExitCode
 from memreclaim.cli.status import verdict

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import pytest
-from service_calls import ADMIN, JSON, call, finished, get, post, until
 from observed import QUIET, SCRAPE_TOKEN, TOKEN, Engine, engine, plant
 from prometheus_client.parser import text_string_to_metric_families
+from service_calls import ADMIN, JSON, call, finished, get, post, until
 
 from memreclaim.service import guard, thread
 

@@ -53,7 +53,7 @@ def test_token_is_read_from_its_file(token_file: Path) -> None:
 def test_token_that_others_can_read_is_refused(token_file: Path) -> None:
     """Mode 0600 or nothing."""
     token_file.chmod(0o640)
-    with pytest.raises(ConfigError, match="MEMRECLAIM_HTTP_TOKEN_FILE.*chmod 600"):
+    with pytest.raises(ConfigError, match=r"MEMRECLAIM_HTTP_TOKEN_FILE.*chmod 600"):
         ServiceSettings.from_env(("127.0.0.1", 0), {"MEMRECLAIM_HTTP_TOKEN_FILE": str(token_file)})
 
 
