@@ -11,7 +11,11 @@ WHEEL_TESTS := build/wheel-tests
 # One process per core, each with one torch thread.
 PYTEST_ARGS ?= --numprocesses auto --dist worksteal
 
-.PHONY: demo test lint format typecheck wheel wheel-test bench-survey clean setup
+# The tests against the real SGLang on a CPU, in an environment of their own: its pins would move ours.
+SGLANG_VENV ?= .venv-sglang
+SGLANG_INSTALLED := $(SGLANG_VENV)/installed.stamp
+
+.PHONY: demo test test-sglang lint format typecheck wheel wheel-test bench-survey clean setup
 
 setup: $(INSTALLED)
 
@@ -27,6 +31,19 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+$(SGLANG_INSTALLED): pyproject.toml tests/sglang/requirements-cpu.txt
+	@echo "setting up $(SGLANG_VENV), once: 2.1 GB"
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/python -m pip install -qq torch==2.13.0
+	$(SGLANG_VENV)/bin/python -m pip install -qq --no-deps -r tests/sglang/requirements-cpu.txt
+	$(SGLANG_VENV)/bin/python -m pip install -qq --no-deps structlog prometheus_client rich markdown-it-py mdurl \
+	  pytest iniconfig pluggy
+	$(SGLANG_VENV)/bin/python -m pip install -qq --no-deps --editable .
+	touch $@
+
+test-sglang: $(SGLANG_INSTALLED)
+	$(SGLANG_VENV)/bin/python -m pytest tests/sglang
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -59,4 +76,4 @@ bench-survey: $(INSTALLED)
 	$(BIN)/python benchmarks/survey.py
 
 clean:
-	rm -rf $(VENV) build dist .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG_VENV) build dist .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis

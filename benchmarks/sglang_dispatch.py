@@ -1,8 +1,8 @@
 """What the SGLang hook costs: Python per eager call beside the stock dispatch, and start-up on a CPU.
 
-Per call, on a CPU: the engine's real dispatch is timed with its product taken out, then the hook on a plain weight, then the hook on a
-tag with a plan whose launch is taken out. What is left is Python: the difference is what an eager call pays, a captured graph
-replays none of it. Needs SGLang's files (installed, or ``SGLANG_ROOT``). Writes JSON.
+Per call, on a CPU: the engine's real dispatch is timed with its product taken out, then the hook on a plain weight,
+then the hook on a tag with a plan whose launch is taken out. What is left is Python: the difference is what an eager
+call pays, a captured graph replays none of it. Needs SGLang's files (installed, or ``SGLANG_ROOT``). Writes JSON.
 
     python benchmarks/sglang_dispatch.py [OUT.json]
 """
@@ -61,7 +61,7 @@ def wrapper(stock: Callable[..., Any]) -> Callable[..., Any]:
     """What the engine's registry makes of an AROUND hook."""
 
     @wraps(stock)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         return dispatch.apply_wo_a(stock, *args, **kwargs)
 
     return call
@@ -78,14 +78,14 @@ def per_call() -> dict[str, float]:
     model.n_local_groups = 2
     model.wo_a = torch.nn.Linear(4096, 2048, bias=False, dtype=torch.bfloat16)
     torch.nn.init.constant_(model.wo_a.weight, 0.5)
-    model.wo_a.weight.requires_grad_(False)  # as an engine's parameters are
+    model.wo_a.weight.requires_grad_(requires_grad=False)  # as an engine's parameters are
     o, plain = torch.randn(4, 2, 4096).bfloat16(), model.wo_a.weight.detach().clone()
     Reclaimer().reclaim(model)
     tag = model.wo_a.weight
     chosen = Plan("small", "cuda", "splits8")
     plan_for = dispatch.ops.plan_for
 
-    def planned(*args: Any, **kwargs: Any) -> Plan:
+    def planned(*args: Any, **kwargs: Any) -> Plan:  # noqa: ANN401
         plan_for(*args, **kwargs)
         return chosen
 

@@ -1,14 +1,15 @@
 """Ranks agree before any of them drops a weight.
 
-Each rank proves every layer and throws the twin away (:func:`prepare`), then all exchange their verdicts and a fingerprint of
-what could differ between them, and only if all say the same does any of them swap (:class:`Agreement`).
+Each rank proves every layer and throws the twin away (:func:`prepare`), then all exchange their verdicts and a
+fingerprint of what could differ between them, and only if all say the same does any of them swap (:class:`Agreement`).
 
-The exchange goes through the rendezvous store of the ranks' own ``torch.distributed`` group, not through its collectives: a rank
-with the feature off never joins, its own next collective would be paired with ours, and a gloo operation that times out closes
-the connections of the engine's group. A store can be asked for a bounded time, and says who has not answered.
+The exchange goes through the rendezvous store of the ranks' own ``torch.distributed`` group, not through its
+collectives: a rank with the feature off never joins, its own next collective would be paired with ours, and a gloo
+operation that times out closes the connections of the engine's group. A store can be asked for a bounded time, and
+says who has not answered.
 
-All ranks come to the same decision even if one is slow: the decision is one key of the store, written by whoever is first (a
-compare-and-set), and everybody obeys what stands there.
+All ranks come to the same decision even if one is slow: the decision is one key of the store, written by whoever is
+first (a compare-and-set), and everybody obeys what stands there.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ if TYPE_CHECKING:
 Verdicts = dict[str, Reason | None]
 """By layer: why it stays in bf16, None when it may go."""
 PATIENCE_SECONDS = 30.0
-"""How long the slowest rank may take from the first one's proof to its own: proofs of 43 layers take 0.2 s on an H200, and
-engines bring their ranks together after loading."""
+"""How long the slowest rank may take from the first one's proof to its own: proofs of 43 layers take 0.2 s on an H200,
+and engines bring their ranks together after loading.
+"""
 _POLL_SECONDS = 0.01
 _GO = "go"
 _rounds: Counter[tuple[int, str]] = Counter()
@@ -121,10 +123,10 @@ class Agreement:
                 "memreclaim is off there (is its environment forwarded?), or it is dead or slow"
             )
         prints = [answer["fingerprint"] for answer in answers if answer is not None]
-        for field in sorted(set().union(*prints)):
-            values = {name: prints[at].get(field, "") for at, name in enumerate(self.names)}
+        for about in sorted(set().union(*prints)):
+            values = {name: prints[at].get(about, "") for at, name in enumerate(self.names)}
             if len(set(values.values())) > 1:
-                return f"{field} differs: " + ", ".join(f"rank {name} has {value!r}" for name, value in values.items())
+                return f"{about} differs: " + ", ".join(f"rank {name} has {value!r}" for name, value in values.items())
         return _GO
 
     def _settle(self, proposal: str) -> str:
@@ -142,7 +144,7 @@ class Agreement:
         return self._collect(self._path)
 
     def _collect(self, path: str) -> list[dict[str, Any] | None]:
-        """Answers of all ranks, waited for until the bound; it ends early once another rank has decided without them."""
+        """Answers of all ranks, waited for until the bound, or until another rank has decided without them."""
         keys = [f"{path}/{rank}" for rank in range(self._size)]
         deadline = time.monotonic() + self._seconds
         while not self._store.check(keys):

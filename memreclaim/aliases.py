@@ -9,7 +9,8 @@ older name                  setting
 ``DSV41_WO_A_W8_DRAFT``     ``MEMRECLAIM_DRAFT=on`` or ``off``
 =========================== ======================================================================================
 
-``_DROP``, ``_MID`` and ``_DRAFT`` are also read without the ``_W8`` in front. A setting of memreclaim's own wins over an older name.
+``_DROP``, ``_MID`` and ``_DRAFT`` are also read without the ``_W8`` in front. A setting of memreclaim's own wins over
+an older name.
 """
 
 from __future__ import annotations

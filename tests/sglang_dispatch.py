@@ -1,7 +1,7 @@
 """The engine's own dispatch and kernels without the engine: its files, run beside stand-ins for what they import.
 
-The dispatch's code is taken from the installed ``deepseek_v4.py`` when a test runs; a folder with only the few files that are
-needed will do (``SGLANG_ROOT``), so that a GPU machine needs no SGLang.
+The dispatch's code is taken from the installed ``deepseek_v4.py`` when a test runs; a folder with only the few files
+that are needed will do (``SGLANG_ROOT``), so that a GPU machine needs no SGLang.
 """
 
 from __future__ import annotations
@@ -15,12 +15,19 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+
 from memreclaim.engines.sglang import drift
 
 NAME = "_apply_wo_a_bf16_matmul"
 _HELPER = "_wo_a_bf16_bmm_token_major"
 _V4 = "sglang.srt.models.deepseek_v4"
-_PACKAGES = ("sglang", "sglang.kernels", "sglang.kernels.ops", "sglang.kernels.ops.gemm", "sglang.kernels.ops.quantization")
+_PACKAGES = (
+    "sglang",
+    "sglang.kernels",
+    "sglang.kernels.ops",
+    "sglang.kernels.ops.gemm",
+    "sglang.kernels.ops.quantization",
+)
 _KERNELS = ("wo_a_bf16_gemv", "wo_a_bf16_small_batch", "wo_a_bf16_small_batch_mxfp8")
 
 
@@ -59,13 +66,18 @@ def dispatch(kernels: Any, *, blackwell: bool = True, cuda: bool = True) -> Any:
         _wo_a_aiter_batched_gemm_disabled=False,
         **{name: getattr(kernels, name) for name in _KERNELS},
     )
-    code = compile(ast.Module(body=list(wanted), type_ignores=[]), str(folder), "exec", flags=__import__("__future__").annotations.compiler_flag)
+    code = compile(
+        ast.Module(body=list(wanted), type_ignores=[]),
+        str(folder),
+        "exec",
+        flags=__import__("__future__").annotations.compiler_flag,
+    )
     exec(code, vars(module))  # noqa: S102  the engine's own function
     return module
 
 
 def kernels() -> ModuleType:
-    """The real ``dsv4_wo_a`` module, with its parent packages left empty; needs Triton and nothing else of the engine."""
+    """The real ``dsv4_wo_a`` module, with its parent packages left empty; needs Triton and two files."""
     name = "sglang.kernels.ops.gemm.dsv4_wo_a"
     if name not in sys.modules:
         folder = root()

@@ -1,7 +1,7 @@
 """Tiny models of the real SGLang on a CPU, and the real ``ModelRunner.load_model`` around them.
 
-What is replaced is only what needs a GPU or a checkpoint on disk: the loader that makes the model, rope, and kernel warm-up. The
-engine must be imported after torchvision's operators are declared, which its CUDA build would bring.
+What is replaced is only what needs a GPU or a checkpoint on disk: the loader that makes the model, rope, and kernel
+warm-up. The engine must be imported after torchvision's operators are declared, which its CUDA build would bring.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ def declare_torchvision_operators() -> None:
     """Needed in every process before the engine is imported."""
     if not hasattr(torch.ops.torchvision, "nms"):
         for operator in ("nms", "qnms"):
-            torch.library.define(f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            torch.library.define(
+                f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            )
 
 
 def free_port() -> int:
@@ -120,9 +122,7 @@ class Engine:
     def runner(self, model: torch.nn.Module, monkeypatch: Any, *, draft: bool = False, **attributes: Any) -> Any:
         """A real ``ModelRunner`` that has yet to run its real ``load_model``, which will find ``model``."""
         runner = object.__new__(self.model_runner.ModelRunner)
-        loaded = SimpleNamespace(
-            loader=None, model=model, startup_weight_load=None, remote_instance_weight_info=None
-        )
+        loaded = SimpleNamespace(loader=None, model=model, startup_weight_load=None, remote_instance_weight_info=None)
         hf_config = model.config
         settings = {
             "device": "cpu",
@@ -171,9 +171,10 @@ class Saver:
     """A memory saver that notes which regions were entered."""
 
     def __init__(self) -> None:
+        """Put it together."""
         self.regions: list[tuple[str, bool]] = []
 
-    def region(self, tag: str, enable_cpu_backup: bool = False) -> Any:
+    def region(self, tag: str, enable_cpu_backup: bool = False) -> Any:  # noqa: FBT002  as the engine calls it
         """As the engine's."""
         self.regions.append((tag, enable_cpu_backup))
         return _Nothing()

@@ -1,4 +1,4 @@
-"""Two older lines of SGLang as small packages, written from what is known of them; used where the real ones cannot be had.
+"""Two older lines of SGLang as small packages, written from what is known of them.
 
 They have no plug-in framework. ``write`` lays a package out on disk, with metadata, so that it is found as SGLang is.
 """
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from pathlib import Path
 
-KERNEL_MODULE: Final = '''
+KERNEL_MODULE: Final = """
 import torch
 from torch import nn
 from sglang.kernels.ops.attention.dsv4.wo_a_bf16 import (
@@ -46,8 +46,8 @@ class MQALayer(nn.Module):
     def forward(self, o, mode="decode"):
         wo_a = self.wo_a.weight.view(self.n_local_groups, self.o_lora_rank, -1)
         return _apply_wo_a_bf16_matmul(o, wo_a, is_decode=mode == "decode", is_target_verify=mode == "verify")
-'''
-EINSUM: Final = '''
+"""
+EINSUM: Final = """
 import torch
 from torch import nn
 
@@ -65,8 +65,8 @@ class MQALayer(nn.Module):
     def forward(self, o, mode="decode"):
         wo_a = self.wo_a.weight.view(self.n_local_groups, self.o_lora_rank, -1)
         return _apply_wo_a_bf16_matmul(o, wo_a, mode == "decode")
-'''
-DRAFT_EINSUM: Final = '''
+"""
+DRAFT_EINSUM: Final = """
 import torch
 from sglang.srt.models.deepseek_v4 import MQALayer
 
@@ -75,15 +75,15 @@ class DSparkAttention(MQALayer):
     def forward(self, o, mode="draft"):
         weight = self.wo_a.weight.view(self.n_local_groups, self.o_lora_rank, -1)
         return torch.einsum("bgd,grd->bgr", o, weight)
-'''
-_KERNELS: Final = '''
+"""
+_KERNELS: Final = """
 def wo_a_bf16_gemv(x, weight):
     raise AssertionError("no kernel on a CPU")
 
 
 wo_a_bf16_small_batch = wo_a_bf16_small_batch_mxfp8 = wo_a_bf16_gemv
-'''
-_RUNNER: Final = '''
+"""
+_RUNNER: Final = """
 import torch
 from torch import nn
 
@@ -99,8 +99,8 @@ class ModelRunner:
         for layer in self.model.values():
             codes = torch.randint(-7, 8, layer.wo_a.weight.shape).to(torch.bfloat16)
             layer.wo_a.weight = nn.Parameter(codes / 64, requires_grad=False)
-'''
-_SERVER: Final = '''
+"""
+_SERVER: Final = """
 import multiprocessing
 
 
@@ -122,7 +122,7 @@ if __name__ == "__main__":
     process.start()
     process.join()
     raise SystemExit(process.exitcode)
-'''
+"""
 _PACKAGES: Final = (
     "",
     "srt",

@@ -1,7 +1,7 @@
-"""``memreclaim launch -- COMMAND...``: start an engine that has no plug-in framework with our hooks in all its processes.
+"""``memreclaim launch -- COMMAND...``: start an engine without a plug-in framework with our hooks in all processes.
 
-A folder of ours with a ``sitecustomize.py`` is put on ``PYTHONPATH``; Python imports it in each process that inherits the
-environment. The engine's files are not touched. With the plug-in framework there, only the environment is set.
+A folder of ours with a ``sitecustomize.py`` is put on ``PYTHONPATH``; Python imports it in each process that inherits
+the environment. The engine's files are not touched. With the plug-in framework there, only the environment is set.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from memreclaim.errors import EngineError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from rich.table import Table
+
     from memreclaim.cli.screen import Screen
 
 SUMMARY = "start an engine with memreclaim in every process that it spawns"
@@ -31,7 +33,9 @@ _ISOLATED = ("-I", "-E", "-S")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command."""
     parser.add_argument("--dry-run", action="store_true", help="print what would be set, and start nothing")
-    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="-- COMMAND...", help="the engine's own command line")
+    parser.add_argument(
+        "program", nargs=argparse.REMAINDER, metavar="-- COMMAND...", help="the engine's own command line"
+    )
 
 
 def run(arguments: argparse.Namespace, screen: Screen) -> ExitCode:
@@ -51,10 +55,11 @@ def run(arguments: argparse.Namespace, screen: Screen) -> ExitCode:
         screen.data({"schema_version": 1, "command": program, "environment": changes}, _table(program, changes))
         return ExitCode.OK
     os.execvpe(program[0], program, {**environ, **changes})  # noqa: S606  the operator's own command
+    return ExitCode.ERROR  # only where exec is a stand-in
 
 
 def prepare(program: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables to set for ``program``. Raises :class:`EngineError` when they would not reach the engine's processes."""
+    """Variables to set for ``program``; raises :class:`EngineError` when they would not reach its processes."""
     from memreclaim.engines.sglang import hooks
 
     _refuse_unreachable(program)
@@ -92,7 +97,7 @@ def _refuse_unreachable(program: Sequence[str]) -> None:
                 raise EngineError(f"python {word} ignores PYTHONPATH, so the hooks would not reach the engine")
 
 
-def _table(program: Sequence[str], changes: Mapping[str, str]) -> object:
+def _table(program: Sequence[str], changes: Mapping[str, str]) -> Table:
     from rich.table import Table
 
     table = Table(title=f"memreclaim launch: {' '.join(program)}", title_justify="left", show_header=False)

@@ -9,10 +9,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-from memreclaim import Reason, Reclaimer
-from memreclaim.agree import Agreement, Terms
 from torch import distributed as dist
 from torch.distributed import distributed_c10d
+
+from memreclaim import Reason, Reclaimer
+from memreclaim.agree import Agreement, Terms
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,7 +31,7 @@ def settle(subject: str, seconds: float, verdicts: Mapping[str, Reason | None], 
 
 def tell(scenario: str, result: Mapping[str, Any]) -> None:
     """Print one scenario's result."""
-    print(json.dumps({"scenario": scenario, **result}), flush=True)
+    print(json.dumps({"scenario": scenario, **result}), flush=True)  # noqa: T201  what the test reads
 
 
 def reclaim(rank: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import pytest
 import torch
+
 from memreclaim import Reason, build_twin
 from memreclaim.agree import Terms, prepare
 from memreclaim.discover import discover

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
+
 from memreclaim import ConfigError, Settings
 
 pytestmark = pytest.mark.cpu
@@ -49,7 +50,9 @@ def test_each_older_name_leaves_one_line_that_names_the_new_setting(caplog: pyte
 
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == len(names)
-    for name, new in zip(names, ("MEMRECLAIM=on",) * 2 + ("MEMRECLAIM_NUMERICS=identical", "MEMRECLAIM_DRAFT=on"), strict=True):
+    for name, new in zip(
+        names, ("MEMRECLAIM=on",) * 2 + ("MEMRECLAIM_NUMERICS=identical", "MEMRECLAIM_DRAFT=on"), strict=True
+    ):
         assert any(f"old={name} " in line and f'new="{new}"' in line for line in lines)
 
 

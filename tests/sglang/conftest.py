@@ -1,6 +1,7 @@
 """Tests of the SGLang adapter.
 
-Modules named ``test_real_*`` need the real engine in an environment of its own (``make test-sglang``); the others run anywhere.
+Modules named ``test_real_*`` need the real engine in an environment of its own (``make test-sglang``); the others run
+anywhere.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
 from memreclaim import Settings
 from memreclaim.engines.sglang import drift, lines, occupation, session, updates
 
@@ -18,8 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     import torch
-    from memreclaim.engines.sglang.session import Session
     from sglang_engine import Engine
+
+    from memreclaim.engines.sglang.session import Session
 
 if drift.package_root() is None:
     collect_ignore_glob = ["test_real_*.py"]

@@ -1,4 +1,4 @@
-"""The dispatch hook, with stand-ins for the engine's kernels: routes, phases, extra keywords, and what reaches which kernel."""
+"""The dispatch hook, with stand-ins for the engine's kernels: routes, phases, keywords, and which kernel gets what."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import sglang_dispatch
 import torch
+from sglang_older import EINSUM, KERNEL_MODULE
+
 from memreclaim import Reclaimer, TagAccessError, counters, is_tag
 from memreclaim.engines.sglang import dispatch, mxfp8
 from memreclaim.engines.sglang.routes import Route, route_of
 from memreclaim.states import Phase
 from memreclaim_kernels import plan
 from memreclaim_kernels.plan import Plan
-from sglang_older import EINSUM, KERNEL_MODULE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,7 +68,9 @@ def fake_kernels(**more: Any) -> SimpleNamespace:
 def route(stock: Any, rows: int, shape: tuple[int, int, int] = ROUTE_SHAPE, pad: int = 0, **flags: Any) -> Route:
     """Where the engine's dispatch goes for contiguous activations of ``shape``, or padded ones."""
     groups, _, depth = shape
-    o = torch.empty_strided((rows, groups, depth), (groups * depth + pad, depth, 1), dtype=torch.bfloat16, device="meta")
+    o = torch.empty_strided(
+        (rows, groups, depth), (groups * depth + pad, depth, 1), dtype=torch.bfloat16, device="meta"
+    )
     return route_of(stock, o, torch.empty(shape, dtype=torch.bfloat16, device="meta"), **flags)
 
 
@@ -95,7 +98,9 @@ PREFILL = {"is_decode": False, "is_prefill": True}
         ("blackwell", 1, {"is_decode": False}, Route.EINSUM),
     ],
 )
-def test_the_real_dispatch_says_where_it_goes(platform: str, rows: int, flags: dict[str, bool], expected: Route) -> None:
+def test_the_real_dispatch_says_where_it_goes(
+    platform: str, rows: int, flags: dict[str, bool], expected: Route
+) -> None:
     """Its conditions are read from its own code: a short prefill is the einsum, also at 2..8 rows."""
     module = sglang_dispatch.dispatch(fake_kernels(), blackwell=platform == "blackwell")
 
@@ -160,7 +165,9 @@ def test_a_plain_weight_goes_to_the_engine_untouched() -> None:
     o, weight = activations(2), torch.zeros(GROUPS, RANK, DEPTH, dtype=torch.bfloat16)
     before = counters.calls.snapshot()
 
-    result = dispatch.apply_wo_a(lambda *args, **kwargs: seen.append((args, kwargs)) or "result", o, weight, True, x=[1])
+    result = dispatch.apply_wo_a(
+        lambda *args, **kwargs: seen.append((args, kwargs)) or "result", o, weight, True, x=[1]
+    )
 
     assert result == "result"
     assert seen[0][0][0] is o
@@ -174,6 +181,7 @@ def test_unknown_keywords_pass_through_with_the_exact_weight() -> None:
     seen: list[Any] = []
 
     def newer(o: torch.Tensor, wo_a: torch.Tensor, is_decode: bool, layout: list[int]) -> torch.Tensor:
+        assert is_decode
         if wo_a.device.type == "cpu":  # it is also asked where it would go, with a weight without values
             seen.append((type(wo_a), layout))
         return torch.einsum("tgd,grd->tgr", o, wo_a)
@@ -200,6 +208,7 @@ class Recorder:
     """Stands for a verified kernel: notes what it was asked for and computes the product."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, order: str = "chain") -> None:
+        """Put it together."""
         self.asked: list[tuple[str, str]] = []
         self._order = order
         monkeypatch.setattr(dispatch.ops, "plan_for", self._plan)
@@ -220,7 +229,9 @@ def routed(found: Route) -> Any:
     names: dict[str, Any] = vars(fake_kernels(_wo_a_bf16_bmm_token_major=lambda *_: 1 / 0)).copy()
     launch = found.value or "something_else"
     body = 'torch.einsum("tgd,grd->tgr", o, w)' if found is Route.EINSUM else f"{launch}(o, w)"
-    exec(f"import torch\ndef stock(o, w, is_decode, is_target_verify=False, is_prefill=False):\n    return {body}", names)  # noqa: S102
+    exec(  # noqa: S102  a fake of this test
+        f"import torch\ndef stock(o, w, is_decode, is_target_verify=False, is_prefill=False):\n    return {body}", names
+    )
     return names["stock"]
 
 

@@ -1,7 +1,7 @@
 """On a GPU: SGLang's real kernels and dispatch against ours through the hook, bit by bit, eagerly and in CUDA graphs.
 
-Needs the engine's files, installed or in ``SGLANG_ROOT`` (``srt/models/deepseek_v4.py``, ``kernels/ops/gemm/dsv4_wo_a.py``,
-``kernels/ops/quantization/mxfp8_epilogue.py``), and nothing else of it.
+Needs the engine's files, installed or in ``SGLANG_ROOT`` (``srt/models/deepseek_v4.py``,
+``kernels/ops/gemm/dsv4_wo_a.py``, ``kernels/ops/quantization/mxfp8_epilogue.py``), and nothing else of it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import sglang_dispatch
 import torch
-from memreclaim import Reclaimer, counters, is_tag, serve
+
+from memreclaim import Reclaimer, counters, is_tag
 from memreclaim.engines.sglang import dispatch, mxfp8, readers_check
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class Case:
     """The real dispatch on one platform's conditions, and a reclaimed weight beside its bf16 values."""
 
     def __init__(self, groups: int, *, blackwell: bool) -> None:
+        """Put it together."""
         self.module = sglang_dispatch.dispatch(sglang_dispatch.kernels(), blackwell=blackwell)
         self.stock = self.module._apply_wo_a_bf16_matmul
         self.groups = groups
@@ -57,8 +59,7 @@ class Case:
         assert is_tag(model.wo_a.weight)
         self.tag = model.wo_a.weight.view(groups, RANK, -1)
         readers_check._verify_kernels.cache_clear()
-        readers_check._verify_kernels((groups, RANK, DEPTH), self.tag.device)
-        serve.verify_kernels(self.tag.memreclaim_backing.twin.shape, self.tag.device, "identical")
+        readers_check._verify_kernels(self.tag.memreclaim_backing.twin.shape, self.tag.device)
 
     def activations(self, rows: int, pad: int = 0) -> torch.Tensor:
         """bf16 ``[rows, G, D]`` with ``pad`` unused elements behind each row."""
@@ -115,7 +116,9 @@ def test_the_quantised_result_is_the_real_one(case: Case, rows: int) -> None:
         assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
 
 
-@pytest.mark.parametrize(("rows", "flags"), [(1, DECODE), (4, VERIFY), (8, VERIFY), (16, VERIFY), (64, VERIFY), (193, VERIFY)])
+@pytest.mark.parametrize(
+    ("rows", "flags"), [(1, DECODE), (4, VERIFY), (8, VERIFY), (16, VERIFY), (64, VERIFY), (193, VERIFY)]
+)
 def test_a_captured_graph_replays_the_stock_bits(case: Case, rows: int, flags: dict[str, bool]) -> None:
     """New activations in the captured buffer, replayed three times; no Python runs in between."""
     buffer = case.activations(rows).contiguous()

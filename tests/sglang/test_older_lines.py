@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 import sglang_older
-from memreclaim.engines.sglang import drift, lines
 from sglang_older import DRAFT_EINSUM, EINSUM, KERNEL_MODULE
+
+from memreclaim.engines.sglang import drift, lines
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,7 +42,10 @@ def test_an_unknown_version_is_off(tmp_path: Path, version: str) -> None:
 
 CHANGES = {
     "dispatch renamed": (EINSUM.replace("_apply_wo_a_bf16_matmul", "_apply"), "is gone"),
-    "parameters swapped": (EINSUM.replace("(o, wo_a, is_decode=False)", "(wo_a, o, is_decode=False)"), "takes (wo_a, o"),
+    "parameters swapped": (
+        EINSUM.replace("(o, wo_a, is_decode=False)", "(wo_a, o, is_decode=False)"),
+        "takes (wo_a, o",
+    ),
     "a parameter that must be given": (
         EINSUM.replace("(o, wo_a, is_decode=False)", "(o, wo_a, is_decode, layer)"),
         "without a default",
@@ -71,11 +75,11 @@ def test_a_changed_reader_is_off_and_the_line_says_what_changed(tmp_path: Path, 
 
 
 @pytest.mark.cpu
-def test_readers_are_found_by_attribute_and_by_string(tmp_path: Path) -> None:
+def test_readers_are_found_by_attribute_and_by_string() -> None:
     """``getattr(self, "wo_a")`` and a parameter's name are readers too; comments and docstrings are none."""
     import ast
 
-    source = '''
+    source = """
 def one(self):
     return self.wo_a
 def two(self):
@@ -85,7 +89,7 @@ def three(names):
 def none(self):
     # wo_a
     return self.wo_b
-'''
+"""
     assert drift.readers(ast.parse(source)) == ["one", "two", "three"]
 
 
@@ -145,7 +149,7 @@ def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
 @pytest.mark.integration
 @pytest.mark.parametrize("source", [KERNEL_MODULE, EINSUM], ids=["kernel-module", "einsum"])
 def test_launch_brings_the_hooks_into_a_spawned_worker(tmp_path: Path, source: str) -> None:
-    """Target and draft of an engine without a plug-in framework are reclaimed, and their own forwards keep their bits."""
+    """Target and draft of an engine without a plug-in framework are reclaimed, and their forwards keep their bits."""
     sglang_older.write(tmp_path, "0.5.20", source)
     chained = tmp_path / "chained"
     chained.mkdir()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+
 from memreclaim.engines.sglang import pool
 from memreclaim.engines.sglang.pool import RankMemory
 from memreclaim.kvpool import KVPool
@@ -15,8 +16,9 @@ from memreclaim.kvpool import KVPool
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from memreclaim.engines.sglang.session import Session
     from sglang_engine import Engine
+
+    from memreclaim.engines.sglang.session import Session
 
 pytestmark = pytest.mark.cpu
 PAGE = 256
@@ -170,7 +172,12 @@ def test_the_session_notes_the_pool_when_the_engine_has_sized_it(
     loaded.kv_cache_configurator.configure = lambda **_: result
     for name in ("init_kv_cache_configurator", "_init_post_memory_pool_components"):
         monkeypatch.setattr(type(loaded), name, lambda *_args, **_kwargs: None)
-    for name, value in {"memory_pool_config": None, "pre_model_load_memory": 1, "is_hybrid_swa": False, "page_size": PAGE}.items():
+    for name, value in {
+        "memory_pool_config": None,
+        "pre_model_load_memory": 1,
+        "is_hybrid_swa": False,
+        "page_size": PAGE,
+    }.items():
         monkeypatch.setattr(loaded, name, value, raising=False)
 
     loaded.alloc_memory_pool()

@@ -8,17 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from sglang_engine import DEPTH, GROUPS, RANK, activations, checkpoint, copies, weights
+
 from memreclaim import Reason, State, counters, is_tag
 from memreclaim.engines import base
 from memreclaim.engines.sglang import hooks, session
 from memreclaim.engines.sglang.adapter import SGLangAdapter
-from sglang_engine import DEPTH, GROUPS, RANK, activations, checkpoint, copies, weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from memreclaim.engines.sglang.session import Session
     from sglang_engine import Engine
+
+    from memreclaim.engines.sglang.session import Session
 
 pytestmark = pytest.mark.cpu
 FLAGS = (
@@ -162,9 +164,7 @@ def test_context_parallel_decode_keeps_bf16(
     runner = engine.runner(model, monkeypatch)
     runner.model = model
     context = pytest.importorskip("sglang.srt.runtime_context")
-    monkeypatch.setattr(
-        context, "get_parallel", lambda: SimpleNamespace(enable_cp_decode_attn_tp=True, attn_cp_size=2)
-    )
+    monkeypatch.setattr(context, "get_parallel", lambda: SimpleNamespace(enable_cp_decode_attn_tp=True, attn_cp_size=2))
 
     adapter = SGLangAdapter(runner, here.line)
 
@@ -286,8 +286,12 @@ def test_phases_come_from_the_forward_mode(
 
     here = start()
     adapter = SGLangAdapter(engine.runner(engine.target(), monkeypatch), here.line)
-    target = {mode: adapter.phase_of(SimpleNamespace(forward_mode=mode), base.Role.TARGET) for mode in _MODES(ForwardMode)}
-    draft = {mode: adapter.phase_of(SimpleNamespace(forward_mode=mode), base.Role.DRAFT) for mode in _MODES(ForwardMode)}
+    target = {
+        mode: adapter.phase_of(SimpleNamespace(forward_mode=mode), base.Role.TARGET) for mode in _MODES(ForwardMode)
+    }
+    draft = {
+        mode: adapter.phase_of(SimpleNamespace(forward_mode=mode), base.Role.DRAFT) for mode in _MODES(ForwardMode)
+    }
 
     assert [phase.value for phase in target.values()] == ["decode", "verify", "prefill"]
     assert [phase.value for phase in draft.values()] == ["draft", "draft", "prefill"]

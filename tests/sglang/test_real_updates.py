@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import safetensors.torch
 import torch
+from sglang_engine import DEPTH, GROUPS, RANK, activations, checkpoint, copies, weights
+
 from memreclaim import IntegrityError, Reason, State, SwapError, is_tag, twin_of
 from memreclaim.engines.sglang import occupation
-from sglang_engine import DEPTH, GROUPS, RANK, activations, checkpoint, copies, weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from memreclaim.engines.sglang.session import Session
     from sglang_engine import Engine
+
+    from memreclaim.engines.sglang.session import Session
 
 pytestmark = pytest.mark.cpu
 _COMPONENTS = "sglang.srt.model_executor.model_runner_components"
@@ -28,6 +30,7 @@ class Rank:
     """A reclaimed model in a real runner, with the real updater of its weights."""
 
     def __init__(self, engine: Engine, session: Session, runner: Any) -> None:
+        """Put it together."""
         self.engine, self.session, self.runner = engine, session, runner
         self.model = runner.model
         self.recaptured: list[str] = []
@@ -207,7 +210,7 @@ def test_update_from_disk(rank: Rank, tmp_path: Path, monkeypatch: pytest.Monkey
     loader = importlib.import_module("sglang.srt.model_loader.loader").DefaultModelLoader
     source = loader.Source
     if fails:
-        # The engine rolls back from the path that its config names, which it has overwritten by then: point it at the old one.
+        # The engine rolls back from the path in its config, which it has overwritten by then: point it at the old one.
         made = iter([new_path, old_path])
         monkeypatch.setattr(
             source, "init_new", classmethod(lambda cls, config, _model: cls(str(next(made)), None, model_config=config))
@@ -270,6 +273,7 @@ class Pausing:
     """A memory saver whose pause loses every twin, or leaves it alone."""
 
     def __init__(self, rank: Rank, *, loses: bool) -> None:
+        """Put it together."""
         self._rank, self._loses = rank, loses
 
     def pause(self, tag: str) -> None:

@@ -1,7 +1,7 @@
 """SGLang: a general plug-in that swaps ``wo_a`` before the engine sizes its KV pool.
 
-The engine loads it through the entry point ``sglang.srt.plugins`` (:mod:`memreclaim.engines.sglang.plugin`). Importing this
-package imports neither torch nor the engine.
+The engine loads it through the entry point ``sglang.srt.plugins`` (:mod:`memreclaim.engines.sglang.plugin`). Importing
+this package imports neither torch nor the engine.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ import sys
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
-
 from memreclaim.engines.base import ModelPart, Reader, Role
 from memreclaim.engines.sglang import hooks, setups
 from memreclaim.engines.sglang.pool import SGLangPool

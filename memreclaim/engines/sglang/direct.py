@@ -1,7 +1,8 @@
 """Hooks for builds of the engine that have no plug-in framework: put in place as the modules are imported.
 
-``memreclaim launch`` brings this about in every process (a ``sitecustomize`` on ``PYTHONPATH``). The engine's files are not
-touched: a finder on ``sys.meta_path`` lets the usual ones load a module and then wraps the functions that it was asked to.
+``memreclaim launch`` brings this about in every process (a ``sitecustomize`` on ``PYTHONPATH``). The engine's files
+are not touched: a finder on ``sys.meta_path`` lets the usual ones load a module and then wraps the functions that it
+was asked to.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class _Loader(importlib.abc.Loader):
 
 
 def wrapped(stock: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """``stock`` with our function before, after or around it; calls mean what they mean in the engine's own framework."""
+    """``stock`` with our function before, after or around it, called as the engine's own framework calls it."""
     ours = hook.function()
 
     if hook.kind == "around":

@@ -1,8 +1,9 @@
 """What runs in place of the engine's ``_apply_wo_a_bf16_matmul`` and ``fused_rope_wo_a_bf16``.
 
-A plain weight goes to the engine's own function, untouched. A tag is served by a kernel whose bits were found equal to those
-of the kernel that the engine would launch (:mod:`memreclaim.engines.sglang.routes`); where there is none, the engine's
-own function gets the exact bf16 weight. So whatever the engine adds to the call, the stock path's bits come out.
+A plain weight goes to the engine's own function, untouched. A tag is served by a kernel whose bits were found equal to
+those of the kernel that the engine would launch (:mod:`memreclaim.engines.sglang.routes`); where there is none, the
+engine's own function gets the exact bf16 weight. So whatever the engine adds to the call, the stock path's bits come
+out.
 """
 
 from __future__ import annotations
@@ -47,16 +48,26 @@ class Served(NamedTuple):
 def apply_wo_a(stock: Callable[..., Any], o: torch.Tensor, wo_a: torch.Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
     """AROUND hook of ``_apply_wo_a_bf16_matmul``.
 
-    Shapes: ``o`` bf16 ``[T, G, D]``, ``wo_a`` bf16 ``[G, R, D]`` -> bf16 ``[T, G, R]``, or the engine's own result when it
-    asks for a quantised one.
+    Shapes: ``o`` bf16 ``[T, G, D]``, ``wo_a`` bf16 ``[G, R, D]`` -> bf16 ``[T, G, R]``, or the engine's own result
+    when it asks for a quantised one.
     """
     if not isinstance(wo_a, Tagged):
         return stock(o, wo_a, *args, **kwargs)
     twin = wo_a.memreclaim_backing.twin
     if twin is None or not wo_a.memreclaim_whole or type(o) is not torch.Tensor:
         return stock(o, exact(wo_a, "sglang.dispatch"), *args, **kwargs)
+    key: Any
     try:
-        key = (o.shape, o.stride(), o.dtype, twin.packed.shape, id(twin) in draft_twins, args, *kwargs, *kwargs.values())
+        key = (
+            o.shape,
+            o.stride(),
+            o.dtype,
+            twin.packed.shape,
+            id(twin) in draft_twins,
+            args,
+            *kwargs,
+            *kwargs.values(),
+        )
         served = _calls.get(key)
     except TypeError:  # an argument that cannot be hashed: asked anew on each call
         key = served = None

@@ -1,8 +1,8 @@
 """Noticing that the engine's code is not the code that was read: fingerprints of functions, taken from source.
 
-A fingerprint is a hash of the function's syntax tree without docstrings, annotations' formatting, comments and line numbers, so
-that a reformatted file is the same and a changed default is not. Files are read from the installed package; nothing of the
-engine is imported, so ``memreclaim doctor`` can look before a boot.
+A fingerprint is a hash of the function's syntax tree without docstrings, annotations' formatting, comments and line
+numbers, so that a reformatted file is the same and a changed default is not. Files are read from the installed
+package; nothing of the engine is imported, so ``memreclaim doctor`` can look before a boot.
 """
 
 from __future__ import annotations

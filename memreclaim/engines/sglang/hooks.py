@@ -1,7 +1,7 @@
 """Every place where memreclaim hooks SGLang, and whether each hook is really in place.
 
-``load_plugins`` swallows a plug-in's exceptions and ``apply_hooks`` each target's, so nothing is believed: before anything is
-dropped, :func:`missing` looks at the live objects.
+``load_plugins`` swallows a plug-in's exceptions and ``apply_hooks`` each target's, so nothing is believed: before
+anything is dropped, :func:`missing` looks at the live objects.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def apply() -> None:
 
 
 def has_framework() -> bool:
-    """Whether this build of the engine has a plug-in framework; looked up by its file, since importing it would start it."""
+    """Whether this build of the engine has a plug-in framework; looked up by its file, nothing is imported."""
     root = drift.package_root()
     return root is not None and (root / "srt/plugins/hook_registry.py").is_file()
 

@@ -1,8 +1,8 @@
 """The lines of SGLang that the adapter knows, and whether the installed one is among them.
 
-``released``: version 0.5.23, every hooked function and every reader of ``wo_a`` compared with what was read (``known.json``).
-Two older lines that people run have no release to compare with, so their structure is checked instead, see
-:mod:`memreclaim.engines.sglang.older`.
+``released``: version 0.5.23, every hooked function and every reader of ``wo_a`` compared with what was read
+(``known.json``). Two older lines that people run have no release to compare with, so their structure is checked
+instead, see :mod:`memreclaim.engines.sglang.older`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ FILES: dict[str, tuple[str, ...]] = {
     "srt/utils/weight_checker.py": ("WeightChecker._reset_tensors",),
     "srt/plugins/hook_registry.py": ("HookRegistry.register", "HookRegistry.apply_hooks", "HookRegistry._apply_target"),
 }
-"""Files of the released line, with the functions that are hooked or called; readers of ``wo_a`` are found by themselves."""
+"""Files of the released line, with the functions that are hooked or called; readers of ``wo_a`` are found by
+themselves.
+"""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The small-batch product whose result the engine wants quantised: e4m3 with ue8m0 scales in FlashInfer's layout.
 
-The engine adds the fp32 partial sums of its 8 K-splits, rounds to bf16, and quantises that. A twin kernel gives the same bf16
-bits, and the engine's own second half is then run on them as on partial sums of which only one is not zero.
+The engine adds the fp32 partial sums of its 8 K-splits, rounds to bf16, and quantises that. A twin kernel gives the
+same bf16 bits, and the engine's own second half is then run on them as on partial sums of which only one is not zero.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def project(o: torch.Tensor, twin: Twin, plan: Plan) -> Any:  # noqa: ANN401
 
 
 def as_partials(y: torch.Tensor) -> torch.Tensor:
-    """Partial sums fp32 ``[8, T, G, R]`` that add up to bf16 ``y [T, G, R]`` in any order, the sign of zero included."""
+    """Partial sums fp32 ``[8, T, G, R]`` that add up to bf16 ``y [T, G, R]`` in any order, signs of zero included."""
     # x + -0.0 is x for every x, while -0.0 + 0.0 would lose the sign.
     partials = torch.full((_SPLITS, *y.shape), -0.0, dtype=torch.float32, device=y.device)
     partials[0] = y

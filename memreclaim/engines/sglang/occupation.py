@@ -1,8 +1,9 @@
 """Pausing and resuming the engine's memory.
 
-A pause releases the pages under the weights' region, twins included, and what is there after a resume is undefined unless the
-engine backs it up. So each twin is copied to the host before, and after the resume, before any call, its bytes are compared
-with their fingerprint and put back where they differ, at the same address. Bytes that cannot be put right fail the resume.
+A pause releases the pages under the weights' region, twins included, and what is there after a resume is undefined
+unless the engine backs it up. So each twin is copied to the host before, and after the resume, before any call, its
+bytes are compared with their fingerprint and put back where they differ, at the same address. Bytes that cannot be put
+right fail the resume.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def around_release(stock: Callable[..., Any], manager: Any, recv_req: Any, *args
 
 
 def around_resume(stock: Callable[..., Any], manager: Any, recv_req: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-    """AROUND hook of ``resume_memory_occupation``. Raises :class:`IntegrityError` for bytes that cannot be put right."""
+    """AROUND hook of ``resume_memory_occupation``. Raises :class:`IntegrityError` for bytes that are lost."""
     result = stock(manager, recv_req, *args, **kwargs)
     if _concerns_weights(recv_req):
         audit()

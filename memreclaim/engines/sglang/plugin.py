@@ -1,7 +1,7 @@
 """The entry point ``sglang.srt.plugins``: called by the engine in each of its processes, early.
 
-With ``MEMRECLAIM`` unset it returns at once: nothing is registered, and neither torch code of ours nor prometheus_client is
-imported.
+With ``MEMRECLAIM`` unset it returns at once: nothing is registered, and neither torch code of ours nor
+prometheus_client is imported.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ def register() -> None:
     """Register the hooks, if the operator switched memreclaim on.
 
     Never raises for a failure of ours: the engine then runs as it would without us, and one line says why. Under
-    ``MEMRECLAIM_ON_MISMATCH=abort`` a failure ends the process with ``SystemExit``, since the engine swallows exceptions.
+    ``MEMRECLAIM_ON_MISMATCH=abort`` a failure ends the process with ``SystemExit``, since the engine swallows
+    exceptions.
     """
     if is_wanted():
         from memreclaim.engines.sglang import activation

@@ -1,7 +1,8 @@
 """The engine's KV pool: what it holds, what bounds it, and what it would have held without the reclaim.
 
-The engine sizes its pool once, from the memory that it finds free after the weights are loaded and reclaimed. So nothing is
-handed over: the figures come from the engine's own configurator, asked once more with the budget that it would have had.
+The engine sizes its pool once, from the memory that it finds free after the weights are loaded and reclaimed. So
+nothing is handed over: the figures come from the engine's own configurator, asked once more with the budget that it
+would have had.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ class RankMemory:
 def change(runner: Any, budget_bytes: int, ranks: Sequence[RankMemory], rank: str) -> PoolChange:  # noqa: ANN401
     """What the engine did with the freed bytes, as it computes pools itself.
 
-    ``budget_bytes`` is what it sized the pool from: the least free memory of all ranks, less its slack. Without the reclaim the
-    least would have been that of ``free - net``, perhaps another rank's.
+    ``budget_bytes`` is what it sized the pool from: the least free memory of all ranks, less its slack. Without the
+    reclaim the least would have been that of ``free - net``, perhaps another rank's.
     """
     pool = SGLangPool(runner)
     after = pool.capacity_tokens
@@ -161,5 +162,5 @@ def _tensors(holder: object, seen: set[int]) -> Iterable[torch.Tensor]:
 
 def free_bytes(kv_cache_configurator: Any) -> int:  # noqa: ANN401
     """What is free on this rank alone, as the engine measures it, in bytes."""
-    measure = sys.modules[type(kv_cache_configurator).__module__].get_available_gpu_memory  # type: ignore[attr-defined]
+    measure = sys.modules[type(kv_cache_configurator).__module__].get_available_gpu_memory
     return int(measure(kv_cache_configurator.device, kv_cache_configurator.gpu_id) * (1 << 30))

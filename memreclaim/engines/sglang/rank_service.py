@@ -1,7 +1,7 @@
 """Metrics and HTTP of one rank (``MEMRECLAIM_HTTP``), started after the first reclaim.
 
-Several ranks of one host take consecutive ports from the one that the operator gave. Operations that are asked for over HTTP run on
-the scheduler's own thread while it is idle: SGLang lets no other thread in between two of its steps.
+Several ranks of one host take consecutive ports from the one that the operator gave. Operations that are asked for
+over HTTP run on the scheduler's own thread while it is idle: SGLang lets no other thread in between two of its steps.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ def start(session: Session) -> RankService | None:
     runner = session.adapters[0].runner
     host, port = session.settings.http
     address = (host, port + int(getattr(runner, "gpu_id", 0)) if port else 0)
-    ranks = {name: _rank(runner, name) for name in ("tp_rank", "pp_rank", "dp_rank", "moe_ep_rank")}
+    places = [_rank(runner, name) for name in ("tp_rank", "pp_rank", "dp_rank", "moe_ep_rank")]
     model = str(setups.setting(runner, "serving", "served_model_name", "unknown"))
     try:
         service = start_rank_service(
             session.reclaimer,
             WholeEngine(session),
             ServiceSettings.from_env(address),
-            identity=Identity(model_name=model, **ranks),
+            identity=Identity(model, "unified", *places),
             ranks=int(setups.setting(runner, "parallel", "launch_world_size", 1)),
             worker=False,
         )

@@ -1,18 +1,19 @@
-"""The self-check at start-up: each reader of each layer, with the bf16 weight and with a tag, before anything is dropped.
+"""The self-check at start-up: each reader of each layer, with the bf16 weight and with a tag, before any drop.
 
-Bits are compared for one row count of each bucket and each phase. A reader whose result differs in one bit makes its layer
-``kept(unknown_reader)``; a GPU kernel was compared with the stock path on its own before, so this looks at the way there.
+Bits are compared for one row count of each bucket and each phase. A reader whose result differs in one bit makes its
+layer ``kept(unknown_reader)``; a GPU kernel was compared with the stock path on its own before, so this looks at the
+way there.
 """
 
 from __future__ import annotations
 
 import sys
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memreclaim import events
+from memreclaim import events, serve
 from memreclaim.backing import Backing
 from memreclaim.engines.sglang import dispatch, hooks
 from memreclaim.states import Reason
@@ -27,10 +28,16 @@ if TYPE_CHECKING:
     from memreclaim.agree import Check
     from memreclaim.discover import Candidate
     from memreclaim.twin import Twin
+    from memreclaim_kernels.blocks import WeightShape
+    from memreclaim_kernels.plan import Phase
 
 _V4, _, _NAME = hooks.DISPATCH.rpartition(".")
 _ROWS = (1, 2, 8, 9, 192, 193)
 """One row count of each of the engine's buckets: gemv, small batch (both ends), mid (both ends), more."""
+_STOCK_SHAPE = (2, 1024, 4096)
+"""The only weight shape that the engine's own kernels take."""
+_MOST_SMALL_ROWS = 8
+_PHASES: tuple[Phase, ...] = ("decode", "verify", "draft")
 _DECODE, _VERIFY, _PREFILL = {"is_decode": True}, {"is_decode": False, "is_target_verify": True}, {"is_decode": False}
 
 
@@ -40,7 +47,7 @@ def check_for(model: nn.Module) -> Check:
     def check(candidate: Candidate, twin: Twin) -> Reason | None:
         attention = model.get_submodule(candidate.name.rpartition(".")[0])
         weight = candidate.sites[0].get()
-        _verify_kernels(tuple(twin.shape), weight.device)
+        _verify_kernels(twin.shape, weight.device)
         tag = make_tag(Backing(candidate.name, twin, _Nowhere()), weight)
         views = [one.detach().view(tuple(twin.shape)) for one in (weight, tag)]
         for where, read in _readers(attention):
@@ -84,7 +91,11 @@ def _readers(attention: nn.Module) -> Iterator[tuple[str, Callable[[torch.Tensor
     for flags in (_DECODE, _VERIFY, _PREFILL | {"is_prefill": True}):
         keywords = {name: value for name, value in {**flags, **fast}.items() if name in takes}
         phase = dispatch.phase_of_call((), keywords)
-        yield f"{_NAME} in {phase.value}", lambda o, w, keywords=keywords: live(o, w, **keywords)
+        yield f"{_NAME} in {phase.value}", partial(_call, live, keywords)
+
+
+def _call(function: Callable[..., Any], keywords: dict[str, Any], o: torch.Tensor, weight: torch.Tensor) -> Any:  # noqa: ANN401
+    return function(o, weight, **keywords)
 
 
 @cache
@@ -102,17 +113,22 @@ def _same_bits(stock: Any, ours: Any) -> bool:  # noqa: ANN401
 
 
 @cache
-def _verify_kernels(shape: tuple[int, ...], device: torch.device) -> None:
-    """Let kernels serve the orders of sums of the engine's own kernels, after comparing them on this device."""
+def _verify_kernels(shape: WeightShape, device: torch.device) -> None:
+    """Let kernels serve, after comparing them on this device: with cuBLAS, and with the engine's own two kernels.
+
+    The pool is not sized yet, so the 50 MB that the comparison takes are there.
+    """
+    serve.verify_kernels(shape, device, "identical")
     module = sys.modules.get(_V4)
     gemv, small = getattr(module, "wo_a_bf16_gemv", None), getattr(module, "wo_a_bf16_small_batch", None)
-    if device.type != "cuda" or gemv is None or small is None or shape != (2, 1024, 4096):
+    if device.type != "cuda" or gemv is None or small is None or tuple(shape) != _STOCK_SHAPE:
         return
 
     def stock_path(o: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        # Its kernels take whole rows only; what the dispatch does not hand them is cuBLAS's, which was compared above.
+        o = o.contiguous() if o.shape[0] == 1 else o
         result: torch.Tensor = gemv(o, weight) if o.shape[0] == 1 else small(o, weight)
         return result
 
-    from memreclaim_kernels.blocks import WeightShape
-
-    selfcheck.check(WeightShape(*shape), device, stock="sglang", stock_path=stock_path, max_rows=8)
+    for phase in _PHASES:
+        selfcheck.check(shape, device, phase=phase, stock="sglang", stock_path=stock_path, max_rows=_MOST_SMALL_ROWS)

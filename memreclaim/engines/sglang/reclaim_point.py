@@ -68,7 +68,9 @@ def before_memory_pools(*_args: Any, **_kwargs: Any) -> None:  # noqa: ANN401
 
 @guarded
 def before_capture(*_args: Any, **_kwargs: Any) -> None:  # noqa: ANN401
-    """BEFORE hook of ``Scheduler.init_all_cuda_graphs``: from here on twins may not move and bf16 weights may not go."""
+    """BEFORE hook of ``Scheduler.init_all_cuda_graphs``: from here on twins may not move and bf16 weights may not
+    go.
+    """
     here = session()
     devices = {next(one.runner.model.parameters()).device.type for one in here.adapters}
     here.captured = "cuda" in devices
@@ -76,7 +78,7 @@ def before_capture(*_args: Any, **_kwargs: Any) -> None:  # noqa: ANN401
 
 @guarded
 def after_profile(result: int, configurator: Any, *_args: Any, **_kwargs: Any) -> None:  # noqa: ANN401
-    """AFTER hook of ``KVCacheConfigurator._profile_available_bytes``: keep the budget; returns None, so it stands."""
+    """AFTER hook of ``KVCacheConfigurator._profile_available_bytes``: keep the budget, which stands."""
     session().budget = Budget(int(result), pool.free_bytes(configurator))
 
 

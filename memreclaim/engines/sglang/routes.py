@@ -1,8 +1,8 @@
 """Which stock kernel the engine would run for a call, found by running the engine's own dispatch.
 
-The dispatch is copied with its kernels replaced by markers: it looks at the same flags, shapes and platform as ever, and where it
-would launch a kernel it names it instead. So its conditions are written down nowhere in memreclaim, whichever line they are
-from, and a kernel that it launches and memreclaim does not know is simply another name.
+The dispatch is copied with its kernels replaced by markers: it looks at the same flags, shapes and platform as ever,
+and where it would launch a kernel it names it instead. So its conditions are written down nowhere in memreclaim,
+whichever line they are from, and a kernel that it launches and memreclaim does not know is simply another name.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class _Found(BaseException):
 def route_of(stock: Callable[..., Any], o: torch.Tensor, geometry: torch.Tensor, *args: Any, **kwargs: Any) -> Route:  # noqa: ANN401
     """The kernel that ``stock(o, weight, *args, **kwargs)`` launches for a bf16 weight of ``geometry``.
 
-    ``geometry`` is a meta tensor ``[G, R, D]``. ``stock`` is the engine's function itself, unwrapped. Nothing is launched:
-    a dispatch that cannot be followed gives :attr:`Route.OTHER`.
+    ``geometry`` is a meta tensor ``[G, R, D]``. ``stock`` is the engine's function itself, unwrapped. Nothing is
+    launched: a dispatch that cannot be followed gives :attr:`Route.OTHER`.
     """
     code, names = getattr(stock, "__code__", None), getattr(stock, "__globals__", None)
     if code is None or names is None:

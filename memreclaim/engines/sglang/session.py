@@ -164,7 +164,7 @@ def configure(line: Line, settings: Settings) -> None:
 
 
 def session() -> Session:
-    """This process's session."""
+    """The session of this process."""
     assert _session is not None
     return _session
 

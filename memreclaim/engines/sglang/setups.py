@@ -1,7 +1,7 @@
 """Set-ups of the engine in which something reads, moves or shares the weights that memreclaim cannot serve.
 
-Each is asked of the engine's published configuration, as its own code asks; an engine without one (an older line) is asked for the
-arguments that it was started with.
+Each is asked of the engine's published configuration, as its own code asks; an engine without one (an older line) is
+asked for the arguments that it was started with.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _V4 = "sglang.srt.models.deepseek_v4"
 
 
 def setting(runner: Any, bag: str, path: str, default: Any = None) -> Any:  # noqa: ANN401
-    """Value of ``path`` (``offload.cpu_offload_gb``) in a bag of the configuration (``exec``), ``default`` if nobody has one."""
+    """Value of ``path`` (``offload.cpu_offload_gb``) in a bag of the configuration (``exec``), or ``default``."""
     context = sys.modules.get(_CONTEXT)
     try:
         found: Any = getattr(context, f"get_{bag}")()

@@ -1,8 +1,8 @@
 """Weights that change while the engine serves: its four ways of updating, and the weight checker's reset.
 
-The engine writes through the tags, each of which brings its layer's bf16 weight back first. When the update is over, every
-layer that came back is proven again and dropped again, into the memory of its old twin, since captured graphs hold that address. An
-update that fails gets the old values back first, from the old twins.
+The engine writes through the tags, each of which brings its layer's bf16 weight back first. When the update is over,
+every layer that came back is proven again and dropped again, into the memory of its old twin, since captured graphs
+hold that address. An update that fails gets the old values back first, from the old twins.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def around_load(stock: Callable[..., Any], updater: Any, *args: Any, **kwargs: A
 
 
 def around_disk(stock: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-    """AROUND hook of the update from disk. Graphs are captured again after our drop: the engine would do so before it."""
+    """AROUND hook of the update from disk. Graphs are captured after our drop; the engine would do so before."""
     names = ("model_path", "load_format", "weight_name_filter", "recapture_cuda_graph")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     ours = session().adapter_of(updater.get_model()) is not None
@@ -155,5 +155,5 @@ def around_end(stock: Callable[..., Any], updater: Any, *args: Any, **kwargs: An
 
 def around_reset(stock: Callable[..., Any], checker: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
     """AROUND hook of the weight checker's reset, which writes noise into every parameter."""
-    with _updating(checker._get_model()):  # noqa: SLF001
+    with _updating(checker._get_model()):
         return stock(checker, *args, **kwargs)

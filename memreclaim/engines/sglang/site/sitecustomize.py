@@ -1,7 +1,7 @@
 """Imported by Python when it starts, in each process under ``memreclaim launch``.
 
-It runs the ``sitecustomize`` that it hides, and then waits: our hooks are registered when the engine is first imported, so that
-a process that never imports it (a shell's helper, a compiler) pays nothing.
+It runs the ``sitecustomize`` that it hides, and then waits: our hooks are registered when the engine is first
+imported, so that a process that never imports it (a shell's helper, a compiler) pays nothing.
 """
 
 from __future__ import annotations
