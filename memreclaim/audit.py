@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from memreclaim.twin import build_twin
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
 
     import torch
 
@@ -59,7 +61,7 @@ class Verdict:
 class Auditor:
     """Audits one rank and keeps :attr:`Rank.audit` up to date."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  each is a setting of its own
         self,
         rank: Rank,
         *,
@@ -67,14 +69,16 @@ class Auditor:
         bytes_per_second: int,
         source: Source | None = None,
         repair: Callable[[], None] | None = None,
+        quiet: AbstractContextManager[object] | None = None,
     ) -> None:
         """Audit ``rank``; ``source`` gives exact weights to rebuild from.
 
         ``repair`` asks for :meth:`rebuild` to be run at a safe point; without it damage found in the background is
-        only reported.
+        only reported. ``quiet`` is held for each slab, some milliseconds at a time.
         """
         self._rank, self._source, self._repair = rank, source, repair
         self._interval, self._rate = interval_seconds, bytes_per_second
+        self._quiet = nullcontext() if quiet is None else quiet
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -165,13 +169,14 @@ class Auditor:
 
     def _slab(self, entry: Entry, index: int) -> tuple[int, bool] | None:
         """Bytes of one slab and whether it is what was noted; None past the end, or when the twin is gone."""
-        backing = entry.backing
-        twin: Twin | None = None if backing is None else backing.twin
-        noted = None if twin is None else self._rank.reclaimer.fingerprints.of(twin)
-        if twin is None or noted is None or index >= len(noted.slabs):
-            return None
-        slab = next(slab for i, slab in enumerate(slabs(twin)) if i == index)
-        return slab.numel(), int(slab_sum(slab)) == noted.slabs[index]
+        with self._quiet:
+            backing = entry.backing
+            twin: Twin | None = None if backing is None else backing.twin
+            noted = None if twin is None else self._rank.reclaimer.fingerprints.of(twin)
+            if twin is None or noted is None or index >= len(noted.slabs):
+                return None
+            slab = next(slab for i, slab in enumerate(slabs(twin)) if i == index)
+            return slab.numel(), int(slab_sum(slab)) == noted.slabs[index]
 
     def _served(self) -> list[Entry]:
         served = (State.RECLAIMED, State.PROVEN)

@@ -65,5 +65,6 @@ def _machine(meminfo: Path) -> tuple[MemoryFigure, ...]:
         text = meminfo.read_text()
     except OSError:
         return ()
-    found = re.findall(r"^(MemFree|MemAvailable|MemTotal):\s+(\d+) kB$", text, re.MULTILINE)
+    # The three stand at the top; the whole file has 55 lines.
+    found = re.findall(r"^(MemFree|MemAvailable|MemTotal):\s+(\d+) kB$", text[:256], re.MULTILINE)
     return tuple(MemoryFigure(_KINDS[name], "meminfo", int(kib) * 1024) for name, kib in found)

@@ -45,8 +45,15 @@ class RankService:
             {"reclaim": self._reclaim, "restore": self._restore, "audit": self._audit, "rebuild": self._rebuild},
             rank.journal,
         )
+        self.quiet = threading.RLock()
+        """While somebody holds it, no probe and no step of an audit runs.
+
+        Reclaims hold it, or a probe's temporaries would be taken for memory that they used; engines hold it while they
+        capture CUDA graphs, which an allocation by another thread would break.
+        """
         self.auditor = Auditor(
             rank,
+            quiet=self.quiet,
             interval_seconds=settings.audit_seconds,
             bytes_per_second=settings.audit_bytes_per_second,
             source=source,
@@ -56,10 +63,9 @@ class RankService:
         self._mirror = self._mirror_for(rank)
         self._http = HttpThread(RankApp(rank, self.desk, settings).asgi, settings)
         self._stop = threading.Event()
-        self._quiet = threading.Lock()
-        """Held by whoever measures: a probe's temporaries must not be taken for memory that a reclaim used."""
         self._probed = time.monotonic()
-        self._worker = threading.Thread(target=self._work, name="memreclaim-worker", daemon=True) if worker else None
+        self._polls = worker
+        self._worker = threading.Thread(target=self._work, name="memreclaim-worker", daemon=True)
 
     @property
     def url(self) -> str:
@@ -70,8 +76,7 @@ class RankService:
         """Run."""
         self._http.start()
         self.auditor.start()
-        if self._worker is not None:
-            self._worker.start()
+        self._worker.start()
         events.emit("info", "service_started", url=self.url)
 
     def close(self) -> None:
@@ -79,8 +84,7 @@ class RankService:
         self._stop.set()
         self.desk.close()
         self.auditor.close()
-        if self._worker is not None:
-            self._worker.join()
+        self._worker.join()
         self._http.close()
         self.rank.close()
 
@@ -111,9 +115,11 @@ class RankService:
             self._mirror.update()
 
     def _work(self) -> None:
-        """The worker: asks the engine for a safe point when there is work, and samples latency."""
+        """The worker: asks the engine for a safe point when there is work, samples latency, writes metrics to files."""
         while not self._stop.is_set():
-            if self.desk.wait(_TICK_SECONDS) and not self._stop.is_set():
+            if not self._polls:
+                self._stop.wait(_TICK_SECONDS)
+            elif self.desk.wait(_TICK_SECONDS) and not self._stop.is_set():
                 try:
                     with self.adapter.safe_point():
                         self.poll()
@@ -129,7 +135,7 @@ class RankService:
             return
         self._probed = now
         try:
-            with self._quiet:
+            with self.quiet:
                 if self.rank.journal.running is None:
                     self.probe.sample()
         except Exception as error:  # noqa: BLE001 - counted and logged; a probe must never stop a rank
@@ -137,13 +143,13 @@ class RankService:
             events.emit("warning", "probe_failed", error=f"{type(error).__name__}: {error}")
 
     def _reclaim(self) -> dict[str, Any]:
-        with self._quiet:
+        with self.quiet:
             reports = operate.reclaim(self.rank.reclaimer, self.adapter)
         self.auditor.proven()
         return _summary(reports)
 
     def _restore(self) -> dict[str, Any]:
-        with self._quiet:
+        with self.quiet:
             return _summary(operate.restore(self.rank.reclaimer, self.adapter))
 
     def _audit(self) -> dict[str, Any]:
