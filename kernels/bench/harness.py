@@ -27,14 +27,16 @@ class Layer(NamedTuple):
     exponents: torch.Tensor
 
 
-def make_layer(groups: int, seed: int, rank: int = 1024, depth: int = 4096, low: int = 115, high: int = 126) -> Layer:
-    """A layer with random codes (no NaN) and exponent bytes in ``low..high``, as real checkpoints have."""
+def make_layer(groups: int, seed: int, rank: int = 1024, depth: int = 4096) -> Layer:
+    """A layer with random codes (no NaN) and exponent bytes in 115..126, as real checkpoints have."""
     gen = torch.Generator("cuda").manual_seed(seed)
     shape = blocks.WeightShape(groups, rank, depth)
     packed = (groups, rank // blocks.TILE_ROWS, depth // blocks.TILE_COLS, blocks.TILE_BYTES)
     values = torch.randn(packed, generator=gen, device="cuda") * 60
     codes = values.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
-    exponents = torch.randint(low, high + 1, (groups, rank // 32, depth // 32), generator=gen, device="cuda", dtype=torch.uint8)
+    exponents = torch.randint(
+        115, 127, (groups, rank // 32, depth // 32), generator=gen, device="cuda", dtype=torch.uint8
+    )
     weight = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
     torch.cuda.synchronize()
     cuda.dequantize(codes, exponents, weight)
@@ -60,8 +62,15 @@ def activations(kind: str, rows: int, groups: int, depth: int = 4096, seed: int 
 
 
 KINDS = {
-    "normal": 1.0, "large": 2.0**60, "tiny": 2.0**-60, "subnormal": 2.0**-128, "overflow": 2.0**118, "cancel": 1.0, "mixed": 1.0,
-    "sparse": 1.0, "negzero": 0.0,
+    "normal": 1.0,
+    "large": 2.0**60,
+    "tiny": 2.0**-60,
+    "subnormal": 2.0**-128,
+    "overflow": 2.0**118,
+    "cancel": 1.0,
+    "mixed": 1.0,
+    "sparse": 1.0,
+    "negzero": 0.0,
 }
 
 

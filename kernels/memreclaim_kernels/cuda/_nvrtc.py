@@ -1,7 +1,7 @@
 """Compilation of the CUDA sources of this package with NVRTC, cached on disk.
 
-Nothing is compiled or loaded at import. A cubin is cached under the user's cache directory, keyed by source text, options and
-NVRTC version, and written atomically, so that several ranks may compile at once.
+Nothing is compiled or loaded at import. A cubin is cached under the user's cache directory, keyed by source text,
+options and NVRTC version, and written atomically, so that several ranks may compile at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class CompileError(RuntimeError):
 
 
 def cache_dir() -> Path:
-    """Where cubins are kept: ``$MEMRECLAIM_CACHE_DIR``, else ``$XDG_CACHE_HOME/memreclaim``, else ``~/.cache/memreclaim``."""
+    """Where cubins are kept: ``$MEMRECLAIM_CACHE_DIR``, else our part of ``$XDG_CACHE_HOME`` or ``~/.cache``."""
     chosen = os.environ.get("MEMRECLAIM_CACHE_DIR")
     if chosen:
         return Path(chosen) / "cuda"
@@ -41,7 +41,8 @@ def _candidates() -> list[str]:
         found += sorted(str(p) for p in Path(root).glob("*/lib/libnvrtc.so.*"))
     torch_spec = importlib.util.find_spec("torch")
     if torch_spec and torch_spec.origin:
-        found += sorted(str(p) for p in (Path(torch_spec.origin).parent / "lib").glob("libnvrtc-*.so*") if "builtins" not in p.name)
+        bundled = (Path(torch_spec.origin).parent / "lib").glob("libnvrtc-*.so*")
+        found += sorted(str(p) for p in bundled if "builtins" not in p.name)
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         home = os.environ.get(variable)
         found += sorted(str(p) for p in Path(home).glob("lib*/libnvrtc.so*")) if home else []
@@ -81,7 +82,7 @@ def supported_archs() -> tuple[int, ...]:
 
 
 def architecture(capability: tuple[int, int]) -> str:
-    """``--gpu-architecture`` value for a device: its own machine code, or PTX of the newest known older architecture."""
+    """``--gpu-architecture`` of a device: its own machine code, or PTX of the newest older architecture known."""
     wanted = capability[0] * 10 + capability[1]
     if wanted == 90:  # noqa: PLR2004 - Hopper: wgmma exists only in the architecture-specific target
         return "sm_90a"
@@ -93,9 +94,12 @@ def architecture(capability: tuple[int, int]) -> str:
 
 
 def compile_source(
-    name: str, defines: tuple[tuple[str, int], ...], capability: tuple[int, int], generated: tuple[tuple[str, str], ...] = (),
+    name: str,
+    defines: tuple[tuple[str, int], ...],
+    capability: tuple[int, int],
+    generated: tuple[tuple[str, str], ...] = (),
 ) -> bytes:
-    """Machine code (or PTX) of ``name``.cu with the given macros, from the cache or compiled now (about a second).
+    """Machine code (or PTX) of ``name``.cu with the given macros, from the cache or compiled now (1 to 4 s).
 
     ``generated`` are headers made at run time, as pairs of name and text.
     """

@@ -34,7 +34,8 @@ def activation_map(o: torch.Tensor, box_columns: int, box_tokens: int) -> Tensor
     if groups == 1 or group_stride == 0:
         groups, group_stride = 1, depth
     token_stride = o.stride(0) if tokens > 1 else groups * group_stride
-    return _encode(o.data_ptr(), (depth, groups, tokens), (group_stride * 2, token_stride * 2), (box_columns, 1, box_tokens))
+    sizes, strides = (depth, groups, tokens), (group_stride * 2, token_stride * 2)
+    return _encode(o.data_ptr(), sizes, strides, (box_columns, 1, box_tokens))
 
 
 @lru_cache(maxsize=512)
@@ -44,8 +45,18 @@ def _encode(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box:
     start = -ctypes.addressof(room) % _MAP_ALIGNMENT
     aligned = ctypes.byref(room, start)
     status = driver().cuTensorMapEncodeTiled(
-        aligned, _BFLOAT16, 3, ctypes.c_void_p(address), (ctypes.c_uint64 * 3)(*sizes), (ctypes.c_uint64 * 2)(*strides),
-        (ctypes.c_uint32 * 3)(*box), (ctypes.c_uint32 * 3)(1, 1, 1), 0, _SWIZZLE_128, _PROMOTE_256, 0,
+        aligned,
+        _BFLOAT16,
+        3,
+        ctypes.c_void_p(address),
+        (ctypes.c_uint64 * 3)(*sizes),
+        (ctypes.c_uint64 * 2)(*strides),
+        (ctypes.c_uint32 * 3)(*box),
+        (ctypes.c_uint32 * 3)(1, 1, 1),
+        0,
+        _SWIZZLE_128,
+        _PROMOTE_256,
+        0,
     )
     check(status, "cuTensorMapEncodeTiled")
     return TensorMap.from_buffer_copy(room, start)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def wgmma_header(tokens: int) -> str:
-    """C++ of ``wgmma(d, a0, a1, a2, a3, descriptor)``: 64 rows x ``tokens`` x 16, A from registers, always accumulating."""
+    """C++ of ``wgmma(d, a0, a1, a2, a3, descriptor)``: 64 x ``tokens`` x 16, A from registers, accumulating."""
     count = tokens // 2
     results = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
@@ -19,14 +19,16 @@ def wgmma_header(tokens: int) -> str:
     )
 
 
-def wgmma_shared_header() -> str:
-    """C++ of ``wgmma_shared(d, a, b)``: 64 x 16 x 16, both operands in shared memory, always accumulating."""
-    results = ", ".join(f"%{i}" for i in range(8))
-    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(8))
+def wgmma_shared_header(rows: int) -> str:
+    """C++ of ``wgmma_shared(d, a, b)``: 64 x ``rows`` x 16, both operands in shared memory, accumulating."""
+    count = rows // 2
+    results = ", ".join(f"%{i}" for i in range(count))
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
     return (
-        "DEVICE void wgmma_shared(float (&d)[8], u64 a, u64 b) {\n"
+        f"DEVICE void wgmma_shared(float (&d)[{count}], u64 a, u64 b) {{\n"
         '    asm volatile("{.reg .pred accumulate; setp.eq.u32 accumulate, 0, 0; "\n'
-        f'        "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {{{results}}}, %8, %9, accumulate, 1, 1, 0, 0;}}"\n'
+        f'        "wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.bf16.bf16 {{{results}}}, %{count}, %{count + 1}, "\n'
+        '        "accumulate, 1, 1, 0, 0;}"\n'
         f'        : {outputs} : "l"(a), "l"(b));\n'
         "}\n"
     )

@@ -4,7 +4,8 @@
 // memory. A block is WG warpgroups of 64 weight rows each x BN tokens, and one producer warp that keeps STAGES stages of BK
 // columns in flight. Nothing is split over K, so the chip is filled by many small blocks, and the blocks of a cluster share
 // what they read through multicast: CW blocks with the same rows share codes, CA blocks with the same tokens share
-// activations.
+// activations. Pairs that share codes are fastest (1024 rows: 24.1 us, alone or sharing activations 26 to 28); clusters of four
+// need a second wave, since the H200's GPCs do not hold 32 of them at one block a multiprocessor (51 us).
 //
 // SPLITS > 1 restarts the chain at multiples of `split_columns` and adds the parts ascending in fp32, which is what cuBLAS
 // does for one group at less than about 160 rows.
@@ -19,21 +20,18 @@ constexpr int ROWS = WG * 64, ROW_TILES = WG * 4, CONSUMERS = WG * 128;
 constexpr int THREADS = CONSUMERS + (REGISTERS > 0 ? 128 : 32);
 constexpr int STEPS = DEPTH / BK, GROUPS = BK / 32, BOXES = BK / 64;
 constexpr int SLICE_BYTES = GROUPS * TILE_BYTES;  // one row tile's codes of one stage, contiguous in memory
-// HOLD > 0: codes go straight to registers, HOLD column tiles ahead. Small blocks are bound by the number of their copies
-// otherwise (BN = 32: 12.0 us at 128 rows, six copies a stage).
-constexpr int CODE_BYTES = HOLD > 0 ? 0 : ROW_TILES * SLICE_BYTES, BOX_BYTES = BN * 128, ACTIVATION_BYTES = BOXES * BOX_BYTES;
+constexpr int CODE_BYTES = ROW_TILES * SLICE_BYTES, BOX_BYTES = BN * 128, ACTIVATION_BYTES = BOXES * BOX_BYTES;
 constexpr int CLUSTER = CW * CA, PEERS = CW + CA - 1;
 constexpr int OUT_PITCH = ROWS * 2 + 16;
 static_assert(ROW_TILES % CW == 0 && BN % (8 * CA) == 0 && STEPS % STAGES == 0 && GROUPS % 2 == 0, "");
 
 struct Shared {
     u8 activations[STAGES][ACTIVATION_BYTES];  // first: boxes must stand at multiples of 1024 bytes
-    u8 codes[HOLD > 0 ? 1 : STAGES][HOLD > 0 ? 16 : CODE_BYTES];
+    u8 codes[STAGES][CODE_BYTES];
     u32 factor[WG * 2][DEPTH / 32];
     u64 full[STAGES], empty[STAGES];
 };
 static_assert(BN * OUT_PITCH <= sizeof(Shared::activations) + sizeof(Shared::codes), "results are staged over the stages");
-static_assert(HOLD == 0 || (HOLD == STAGES * GROUPS && CW == 1), "");
 
 struct Place {
     int group, row_tile, token, cw, ca;
@@ -70,7 +68,7 @@ DEVICE void produce(Shared &shared, const Place &at, const TensorMap *map, int g
 #pragma unroll 1
     for (int step = 0; step < STAGES; ++step) {
         barrier_expect(&shared.full[step], CODE_BYTES + ACTIVATION_BYTES);
-        if (HOLD == 0) load_codes(shared, at, slice + step * SLICE_BYTES, step);
+        load_codes(shared, at, slice + step * SLICE_BYTES, step);
     }
     wait_for_previous_kernel();
 #pragma unroll 1
@@ -80,7 +78,7 @@ DEVICE void produce(Shared &shared, const Place &at, const TensorMap *map, int g
     for (int step = STAGES; step < STEPS; ++step) {
         barrier_wait(&shared.empty[stage], parity);
         barrier_expect(&shared.full[stage], CODE_BYTES + ACTIVATION_BYTES);
-        if (HOLD == 0) load_codes(shared, at, slice + step * SLICE_BYTES, stage);
+        load_codes(shared, at, slice + step * SLICE_BYTES, stage);
         load_activations(shared, at, map, group_coordinate, step, stage);
         if (++stage == STAGES) stage = 0, parity ^= 1;
     }
@@ -96,7 +94,7 @@ template <bool WIDE> DEVICE void decode_group(u32 (&a)[8], const uint4 &words, u
 
 // What a warp of the consumers needs: its codes in stage 0, its row of factors, and where it reports that a stage is read.
 struct Consumer {
-    const uint4 *words;  // HOLD > 0: in memory, of tile HOLD
+    const uint4 *words;
     const u32 *factors;
     u32 peer_empty;
     int lane;
@@ -104,7 +102,7 @@ struct Consumer {
 
 // The chains of 64 rows x BN tokens. The ring is unrolled, so that operand descriptors and barriers are constants in uniform
 // registers: the loop is bound by its instructions, one warp a scheduler.
-template <bool WIDE> DEVICE void sum_chains(float (&d)[BN / 2], Shared &shared, Consumer &me, uint4 (&held)[HOLD > 0 ? HOLD : 1], int split_columns) {
+template <bool WIDE> DEVICE void sum_chains(float (&d)[BN / 2], Shared &shared, const Consumer &me, int split_columns) {
     const u32 low = operand_low(smem_address(shared.activations));
     u32 a[2][8];
 #if SPLITS > 1
@@ -116,8 +114,7 @@ template <bool WIDE> DEVICE void sum_chains(float (&d)[BN / 2], Shared &shared, 
 #pragma unroll
     for (int i = 0; i < BN / 2; ++i) d[i] = 0.f;
     barrier_wait(&shared.full[0], 0);
-    uint4 words;
-    if (HOLD == 0) words = me.words[0];
+    uint4 words = me.words[0];
     u32 factor = me.factors[0];
     const u32 *factors = me.factors;
 #pragma unroll 1
@@ -129,9 +126,7 @@ template <bool WIDE> DEVICE void sum_chains(float (&d)[BN / 2], Shared &shared, 
 #pragma unroll
             for (int j = 0; j < GROUPS; ++j) {
                 u32(&f)[8] = a[j & 1];
-                constexpr int SLOTS = HOLD > 0 ? HOLD : 1;
-                uint4 &slot = held[(stage * GROUPS + j) % SLOTS];
-                decode_group<WIDE>(f, HOLD > 0 ? slot : words, factor);
+                decode_group<WIDE>(f, words, factor);
                 wgmma_fence();
                 const u32 columns = low + (stage * ACTIVATION_BYTES + j / 2 * BOX_BYTES + j % 2 * 64) / 16;
                 wgmma(d, f[0], f[1], f[2], f[3], operand(columns));
@@ -139,10 +134,9 @@ template <bool WIDE> DEVICE void sum_chains(float (&d)[BN / 2], Shared &shared, 
                 wgmma_commit();
                 // Codes of the next group come while this one is multiplied.
                 ++factors;
-                if (HOLD > 0 && round < STEPS / STAGES - 1) slot = load_stream(me.words + (stage * GROUPS + j) * (TILE_BYTES / 16));
                 if (j == GROUPS - 1 && !last) barrier_wait(&shared.full[next], round + (stage == STAGES - 1) & 1);
                 if (j < GROUPS - 1 || !last) {
-                    if (HOLD == 0) words = me.words[j < GROUPS - 1 ? (stage * CODE_BYTES + (j + 1) * TILE_BYTES) / 16 : next * CODE_BYTES / 16];
+                    words = me.words[j < GROUPS - 1 ? (stage * CODE_BYTES + (j + 1) * TILE_BYTES) / 16 : next * CODE_BYTES / 16];
                     factor = *factors;
                 }
                 // The group before this one has read its registers and its stage.
@@ -163,7 +157,6 @@ template <bool WIDE> DEVICE void sum_chains(float (&d)[BN / 2], Shared &shared, 
             }
 #endif
         }
-        me.words += HOLD * (TILE_BYTES / 16);
     }
     wgmma_wait<0>();
 #if SPLITS > 1
@@ -251,21 +244,16 @@ chain(const __grid_constant__ TensorMap map, int group_step, const u8 *codes, co
 #if REGISTERS > 0
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 #endif
-        uint4 held[HOLD > 0 ? HOLD : 1];
-        const u8 *tiles = codes + (static_cast<long long>(at.group) * (rank / 16) + at.row_tile + warp_id()) * (DEPTH / 32) * TILE_BYTES;
-#pragma unroll
-        for (int i = 0; i < HOLD; ++i) held[i] = load_stream(tiles + i * TILE_BYTES + lane_id() * 16);
         bool wide = load_factors(shared, at, exponents, rank);
         wait_for_previous_kernel();
         int lane, warp = warp_id();
         asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
         int peer = lane < CW ? at.ca * CW + lane : (lane - CW + (lane - CW >= at.ca)) * CW + at.cw;
-        const u8 *first = HOLD > 0 ? tiles + HOLD * TILE_BYTES : shared.codes[0] + warp * SLICE_BYTES;
-        Consumer me = {reinterpret_cast<const uint4 *>(first) + lane, shared.factor[warp / 2],
+        Consumer me = {reinterpret_cast<const uint4 *>(shared.codes[0] + warp * SLICE_BYTES) + lane, shared.factor[warp / 2],
                        remote_address(shared.empty, peer % CLUSTER), lane};
         float d[BN / 2];
-        if (wide) sum_chains<true>(d, shared, me, held, split_columns);
-        else sum_chains<false>(d, shared, me, held, split_columns);
+        if (wide) sum_chains<true>(d, shared, me, split_columns);
+        else sum_chains<false>(d, shared, me, split_columns);
         store(d, shared, at, out, tokens, gridDim.z, rank);
     }
 }

@@ -10,6 +10,9 @@ DEVICE void barrier_init_done() { asm volatile("fence.mbarrier_init.release.clus
 DEVICE void barrier_expect(u64 *barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(barrier)), "r"(bytes) : "memory");
 }
+DEVICE void barrier_arrive(u64 *barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(barrier)) : "memory");
+}
 DEVICE void barrier_wait(u64 *barrier, u32 parity) {
     asm volatile("{\n"
                  ".reg .pred done;\n"
@@ -44,14 +47,10 @@ DEVICE u32 cluster_rank() {
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
-// Relaxed: says that this block has begun and initialised its barriers. Releasing: that what it stored into other blocks is
-// there for them to read (a fence over the whole GPU in SASS).
+// This block has begun and initialised its barriers; all blocks of the cluster have. Relaxed: a releasing arrive is a fence over
+// the whole GPU in SASS, and what blocks exchange later travels with barriers of its own.
 DEVICE void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-DEVICE void store_remote(u32 address, float value) {
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
-}
 
 // ---- tensor maps ----------------------------------------------------------------------------------------------------
 struct alignas(64) TensorMap { u64 opaque[16]; };  // CUtensorMap, encoded on the host
@@ -81,7 +80,12 @@ DEVICE u64 operand(u32 low) {
     return descriptor;
 }
 
-// Two 8x8 matrices of 16-bit values per n8 block, stored transposed: shared row = column of the fragment.
+// Four 8x8 matrices of 16-bit values, a row each of lanes 0..31's addresses; and two of them transposed, so that a shared row is
+// a column of the fragment.
+DEVICE void store_matrices(u32 address, u32 v0, u32 v1, u32 v2, u32 v3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v0), "r"(v1), "r"(v2), "r"(v3)
+                 : "memory");
+}
 DEVICE void store_transposed(u32 address, u32 v0, u32 v1) {
     asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(v0), "r"(v1) : "memory");
 }
