@@ -6,29 +6,38 @@ Importing this module compiles nothing; NVRTC is looked for on the first questio
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 import torch
 
 from memreclaim_kernels import blocks, cuda
+from memreclaim_kernels.blocks import WeightShape
 from memreclaim_kernels.cuda import _nvrtc
-from memreclaim_kernels.plan import SMALL_ROWS, Plan
+from memreclaim_kernels.cuda._check import shape_refusal
+from memreclaim_kernels.cuda._mid import ring_for
+from memreclaim_kernels.plan import MID_ROWS, SMALL_ROWS, Plan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from memreclaim_kernels.blocks import WeightShape
+    from memreclaim_kernels.cuda._check import Family
     from memreclaim_kernels.plan import Device, Order
 
 _MIN_CAPABILITY: Final = (8, 0)
 """First with MMA on bf16."""
-_GEMV_DEPTH: Final = 4096
-"""The gemv order is that of 128 threads with 32 columns each."""
-_SPLITS: Final = 8
-_SPLIT_COLUMNS: Final = 128
-"""A split reads four exponents, 128 columns, as one word."""
-_ELEMENTS_A_BLOCK: Final = 8 * 4 * blocks.TILE_BYTES
-"""What a block of the dequantise and prove kernels handles whole: 8 warps, 4 tiles each."""
+_WGMMA_CAPABILITY: Final = (9, 0)
+"""The one with wgmma, which ``mid`` and ``large`` are written in."""
+_ORDERS: Final = {
+    "gemv": ("gemv", "free"),
+    "small": ("splits8", "free"),
+    "mid": ("chain", "free"),
+    "large": ("chain", "free"),
+}
+"""Orders of sums of each family; ``free`` is content with any."""
+_MAX_SPLITS: Final = 4
+"""cuBLAS cuts K into a few chains where one group's rows do not fill the GPU: G=1 below 192 rows on an H200."""
+_ALIGNMENT: Final = 16
+"""Bytes: activations are read as vectors, or by the copy engine, which wants rows and groups to start at multiples."""
 
 
 @cache
@@ -45,46 +54,73 @@ def unavailable(device: Device) -> str | None:
 
 def offers(rows: int, shape: tuple[int, int, int], device: Device, order: Order) -> Iterator[Plan]:
     """Plans for a call that no table names, best first; legality is asked separately."""
-    del shape, device
-    if rows == 1 and order in ("gemv", "free"):
-        yield Plan("gemv", "cuda", order)
     if rows <= SMALL_ROWS and order in ("splits8", "free"):
         yield Plan("small", "cuda", order)
+    if rows == 1 and order in ("gemv", "free"):
+        yield Plan("gemv", "cuda", order)
+    if order in ("chain", "free") and device.capability == _WGMMA_CAPABILITY:
+        for splits in range(1, _MAX_SPLITS + 1) if shape[0] == 1 and rows <= MID_ROWS else (1,):
+            config = () if splits == 1 else (("splits", splits),)
+            yield Plan(cuda.family_of(rows, WeightShape(*shape), splits), "cuda", order, config)
 
 
-def refusal(plan: Plan, rows: int, shape: tuple[int, int, int], device: Device) -> str | None:  # noqa: PLR0911
+def refusal(plan: Plan, rows: int, shape: tuple[int, int, int], device: Device) -> str | None:
     """Why a plan of this backend cannot run a call, or None."""
     why = unavailable(device)
     if why is not None:
         return why
-    depth = shape[2]
-    if plan.path == "gemv":
-        if plan.order not in ("gemv", "free"):
-            return f"the gemv kernel does not add in order {plan.order}"
-        return None if depth == _GEMV_DEPTH and rows == 1 else "the gemv kernel takes 1 row and a depth of 4096"
+    if plan.path not in _ORDERS or plan.order not in _ORDERS[plan.path]:
+        return f"this backend has no {plan.path} kernel that adds in order {plan.order}"
+    weight, splits = WeightShape(*shape), plan.option("splits", 1)
+    if plan.path in ("mid", "large") and device.capability != _WGMMA_CAPABILITY:
+        return "needs wgmma: compute capability 9.0"
+    if plan.path == "mid" and ring_for(rows, weight, splits) is None:
+        return f"no block shape of mid covers {rows} rows in one wave"
     if plan.path == "small":
-        if plan.order not in ("splits8", "free"):
-            return f"the small kernel does not add in order {plan.order}"
-        if rows > SMALL_ROWS or depth % (_SPLITS * _SPLIT_COLUMNS):
-            return "the small kernel takes 1 to 8 rows and a depth that is a multiple of 1024"
         # Activations of 8 rows, padded by 16 bytes a split, and fp32 partial sums of 16 weight rows.
-        needed = 8 * _SPLITS * (depth // _SPLITS * 2 + 16) + _SPLITS * 8 * blocks.TILE_ROWS * 4
-        return f"needs {needed} bytes of shared memory" if needed > device.shared_memory else None
-    return f"this backend has no {plan.path} kernel"
+        needed = 64 * (weight.depth // 4 + 16) + 64 * blocks.TILE_ROWS * 4
+        if needed > device.shared_memory:
+            return f"needs {needed} bytes of shared memory"
+    return shape_refusal(cast("Family", plan.path), weight, splits)
 
 
 def launch(o: torch.Tensor, codes: torch.Tensor, exponents: torch.Tensor, plan: Plan) -> torch.Tensor:
     """Project tokens: bf16 ``[T, G, D]``, last stride 1 -> bf16 ``[T, G, R]``; deterministic.
 
+    Activations that are not aligned to 16 bytes are copied first: engines' are, and the values are the same.
     The op has checked the operands. Raises ``ValueError`` for more rows than the kernel takes.
     """
-    if o.size(0) > (1 if plan.path == "gemv" else SMALL_ROWS):
-        message = f"{plan.path} takes fewer rows than {o.size(0)}"
+    tokens, path = o.size(0), plan.path
+    if tokens > _MOST_ROWS.get(path, tokens):
+        message = f"{path} takes at most {_MOST_ROWS[path]} rows, not {tokens}"
         raise ValueError(message)
-    groups, rank, _ = blocks.shape_of(codes)
-    out = torch.empty((o.size(0), groups, rank), dtype=torch.bfloat16, device=o.device)
-    (cuda.gemv if plan.path == "gemv" else cuda.small)(o, codes, exponents, out)
+    if _is_crooked(o):
+        o = o.clone(memory_format=torch.contiguous_format)
+    groups, row_tiles, _, _ = codes.shape
+    out = torch.empty((tokens, groups, row_tiles * blocks.TILE_ROWS), dtype=torch.bfloat16, device=o.device)
+    if path == "small":
+        cuda.small(o, codes, exponents, out)
+    elif path == "gemv":
+        cuda.gemv(o, codes, exponents, out)
+    else:
+        (cuda.mid if path == "mid" else cuda.large)(o, codes, exponents, out, plan.option("splits", 1))
     return out
+
+
+_MOST_ROWS: Final = {"gemv": 1, "small": SMALL_ROWS}
+
+
+def _is_crooked(o: torch.Tensor) -> bool:
+    """Whether rows or groups do not start at multiples of 16 bytes, or rows overlap."""
+    row, group, _ = o.stride()
+    aligned = o.data_ptr() % _ALIGNMENT == 0 and group % 8 == 0
+    return not aligned or (o.size(0) > 1 and (row % 8 != 0 or row < o.size(2)))
+
+
+def prepare(shape: WeightShape, device: torch.device, max_rows: int) -> None:
+    """Compile and load what serves ``shape`` at up to ``max_rows`` rows, so that no call does it later."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    cuda.prepare(index, shape, range(1, max_rows + 1))
 
 
 def encode(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,5 +157,5 @@ def dequantize(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
 
 
 def _whole(shape: WeightShape) -> bool:
-    """Whether warps of 4 tiles in a row, and blocks of 8 warps, divide a group: what dequantise and prove launch."""
-    return shape.depth % (4 * blocks.TILE_COLS) == 0 and shape.rank * shape.depth % _ELEMENTS_A_BLOCK == 0
+    """Whether the dequantise and prove kernels take a shape; the portable ones take the rest."""
+    return shape_refusal("dequantize", shape) is None and shape_refusal("prove", shape) is None

@@ -219,7 +219,9 @@ def compared_with(phase: Phase, stock: Stock) -> str:
 
 
 def _verdict_key(plan: Plan, rows: int, shape: tuple[int, int, int], device: Device, against: str) -> _VerdictKey:
-    return (device.name, device.capability, *shape, bucket_of(rows), plan.key, against)
+    # Up to 192 rows every count is compared for itself: cuBLAS may cut K at one count and not at the next.
+    cell = (rows, rows) if rows <= MID_ROWS else bucket_of(rows)
+    return (device.name, device.capability, *shape, cell, plan.key, against)
 
 
 def generation() -> int:
@@ -237,7 +239,10 @@ def _choose_anew() -> None:
 def record(
     plan: Plan, rows: int, shape: tuple[int, int, int], device: Device, verdict: Verdict, *, against: str = "bmm"
 ) -> None:
-    """Note what the comparison with the stock path found for the bucket of ``rows``, and choose anew from now on."""
+    """Note what the comparison with the stock path found at ``rows``, and choose anew from now on.
+
+    Above 192 rows a verdict holds for the whole bucket of ``rows``.
+    """
     with _lock:
         _verdicts[_verdict_key(plan, rows, shape, device, against)] = verdict
         _choose_anew()
@@ -246,7 +251,7 @@ def record(
 def verified(
     plan: Plan, rows: int, shape: tuple[int, int, int], device: Device, *, against: str = "bmm"
 ) -> Verdict | None:
-    """What :func:`record` was told for this plan, weight shape and row bucket on this kind of device, or None.
+    """What :func:`record` was told for this plan, weight shape and row count on this kind of device, or None.
 
     ``against`` is what the plan was compared with, see :func:`compared_with`.
     """

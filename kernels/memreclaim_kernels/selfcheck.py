@@ -1,11 +1,11 @@
 """The check on the device that lets a kernel serve ``identical`` numerics: its bits against the stock path's.
 
 The order in which a library adds is its own business and may change with GPU, version and row count, so nothing is
-taken from a table: every candidate plan is compared with the stock path on this device before it may serve. In each row
-bucket up to 192 every row count is compared, above it the edges; with every kind of input of
-:mod:`memreclaim_kernels.testing`, contiguous and strided. The first candidate of which not one bit differs is used for
-the bucket; where there is none, the plan is to dequantise and call the stock path, and the verdict says at which
-coordinate the last one differed.
+taken from a table: every candidate plan is compared with the stock path on this device before it may serve. Up to 192
+rows every row count is compared and judged for itself; above, the edges of token tiles are, and speak for their bucket.
+The inputs are every code at every exponent, one at a time, and every kind of :mod:`memreclaim_kernels.testing`,
+contiguous and strided. The first candidate of which not one bit differs is used; where there is none, the plan is to
+dequantise and call the stock path, and its reason says at which coordinate the kernel differed.
 
 At G=2 x 1024 x 4096 and ``max_rows`` 1024 the check holds 8.4 MB of codes, 16.8 MB of bf16 and 25 MB of activations and
 outputs for as long as it runs.
@@ -14,6 +14,7 @@ outputs for as long as it runs.
 from __future__ import annotations
 
 from functools import lru_cache
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ DEFAULT_MAX_ROWS: Final = 1024
 """Above, decoding is a small part: dequantise + stock took 1.10 of stock at 4096 rows on an H200, 1.04 at 8192."""
 TOLERANCE: Final = 2e-3
 """Bound on the relative error of ``free`` sums against float64; bf16 rounding alone gives 1.1e-3 to 1.7e-3."""
+_DECODE: Final = "decode"
 _FINITE_KINDS: Final = ("normal", "tiny")
 _STRIDES: Final = (Stride(), Stride(row_pad=16))
 
@@ -43,7 +45,9 @@ class Check(NamedTuple):
     rows: tuple[int, int]
     """First and last row count."""
     chosen: Plan
-    """What serves the bucket from now on."""
+    """What serves its last row count from now on."""
+    dequantised: tuple[int, ...]
+    """Row counts, of those compared, that no kernel serves."""
     verdicts: tuple[tuple[Plan, Verdict], ...]
     """Every plan that was compared, in order of preference."""
 
@@ -76,8 +80,13 @@ def check(
     for first, last in _buckets(max_rows):
         offers = _offers(first, last, shape, choose)
         verdicts = _settle(offers, shape, device, stock_path or reference.grouped_projection, against)
-        checks.append(Check((first, last), plan.select(last, *shape, **choose), verdicts))
+        chosen = {rows: plan.select(rows, *shape, **choose) for rows in rows_to_compare(first, last)}
+        dequantised = tuple(rows for rows, each in chosen.items() if each.path == "dequant")
+        checks.append(Check((first, last), chosen[last], dequantised, verdicts))
     _decode_inputs.cache_clear()
+    if any(check.chosen.backend == "cuda" and check.chosen.path != "dequant" for check in checks):
+        # Row counts between those compared may need a kernel of their own: a second each, and none in a graph capture.
+        import_module("memreclaim_kernels.native").prepare(shape, device, max_rows)
     return tuple(checks)
 
 
@@ -135,13 +144,20 @@ def _settle(
     verdicts = []
     served: set[int] = set()
     for candidate, rows in offers.items():
-        if served.issuperset(rows):
+        todo = tuple(count for count in rows if count not in served)
+        if not todo:
             continue
-        verdict = _compare(candidate, tuple(rows), shape, device, stock_path)
-        plan.record(candidate, rows[-1], shape, plan.device_of(device), verdict, against=against)
-        verdicts.append((candidate, verdict))
-        if verdict.same:
-            served.update(rows)
+        faults, elements = _compare(candidate, todo, shape, device, stock_path)
+        if faults and todo[-1] > plan.MID_ROWS:
+            # Here some counts stand for all of a bucket, and one that differs speaks for all of them too.
+            faults = dict.fromkeys(todo, next(iter(faults.values())))
+        for count in todo:
+            fault = faults.get(count, "")
+            verdict = plan.Verdict(same=not fault, rows=(count,), elements=elements, difference=fault)
+            plan.record(candidate, count, shape, plan.device_of(device), verdict, against=against)
+        fault = next(iter(faults.values()), "")
+        verdicts.append((candidate, plan.Verdict(not faults, todo, elements, fault)))
+        served.update(set(todo) - set(faults))
     return tuple(verdicts)
 
 
@@ -164,21 +180,26 @@ def rows_to_compare(first: int, last: int) -> tuple[int, ...]:
 
 def _compare(
     candidate: Plan, rows: tuple[int, ...], shape: WeightShape, device: torch.device, stock_path: StockPath
-) -> Verdict:
-    """Run one plan and the stock path over every kind of input and row count."""
+) -> tuple[dict[int, str], int]:
+    """What differs from the stock path at which row count, over every kind of input, and how many outputs there were."""
+    faults: dict[int, str] = {}
     elements = 0
     for name, o, codes, exponents, weight in _inputs(candidate, rows, shape, device):
+        count = o.shape[0]
+        if count in faults:
+            continue
         try:
             actual = ops.grouped_projection(o, codes, exponents, candidate.key)
         except Exception as error:  # noqa: BLE001  compilers raise what they like
             # A kernel that does not compile or launch here must not serve, and need not stop the engine.
-            return plan.Verdict(same=False, rows=rows, elements=elements, difference=f"cannot run: {error!r}")
-        difference = _difference(candidate, actual, o, weight, stock_path)
+            return dict.fromkeys(rows, f"cannot run: {error!r}"), elements
         elements += actual.numel()
+        difference = _difference(candidate, actual, o, weight, stock_path)
         if difference:
-            where = f"{name}, {o.shape[0]} rows, stride {o.stride()}: {difference}"
-            return plan.Verdict(same=False, rows=rows, elements=elements, difference=where)
-    return plan.Verdict(same=True, rows=rows, elements=elements)
+            faults[count] = f"{name}, {count} rows, stride {o.stride()}: {difference}"
+        if difference and name == _DECODE:
+            return dict.fromkeys(rows, faults[count]), elements
+    return faults, elements
 
 
 def _inputs(
@@ -189,7 +210,7 @@ def _inputs(
     codes, exponents, columns, weight = _decode_inputs(shape, device)
     for start in range(0, len(columns), rows[-1]):
         chosen = [columns[(start + token) % len(columns)] for token in range(rows[-1])]
-        yield "decode", testing.generate_one_hot(chosen, shape, device=device), codes, exponents, weight
+        yield _DECODE, testing.generate_one_hot(chosen, shape, device=device), codes, exponents, weight
     for number, kind in enumerate(_FINITE_KINDS if candidate.order == "free" else testing.KINDS):
         case = testing.generate_case(kind, rows[-1], shape, seed=number, device=device)
         weight = ops.dequantize(case.codes, case.exponents)

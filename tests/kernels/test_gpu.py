@@ -47,7 +47,8 @@ def test_what_serves_has_the_bits_of_the_stock_path(
     for rows in (*range(1, 193), 193, 700, 4096):
         o = testing.generate_activations(rows, SHAPE, seed=rows, device="cuda")
         testing.assert_same_bits(serve(o, twin), torch.einsum("tgd,grd->tgr", o, weight), f"{rows} rows")
-    assert all(check.chosen.path == "dequant" or check.verdicts[-1][1].same for check in checks)
+    device = plan.device_of(weight.device)
+    assert all(plan.select(rows, *SHAPE, device=device).reason for check in checks for rows in check.dequantised)
 
 
 @pytest.mark.usefixtures("checks")

@@ -36,7 +36,12 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("small:cuda:splits8:", 9, SHAPE, "8 rows"),
         ("small:cuda:splits8:", 8, (2, 1024, 1536), "1024"),
         ("small:cuda:chain:", 8, SHAPE, "order"),
-        ("small:cuda:splits8:", 8, (2, 1024, 16384), "shared memory"),
+        ("mid:cuda:splits8:", 16, SHAPE, "order"),
+        ("mid:cuda:chain:", 4096, SHAPE, "one wave"),
+        ("mid:cuda:chain:", 16, (2, 1024, 3072), "depth"),
+        ("large:cuda:chain:", 700, (2, 96, 4096), "rank"),
+        ("large:cuda:chain:splits=5", 700, SHAPE, "stages of 128"),
+        ("dequant:cuda:chain:", 0, SHAPE, "0 rows"),
     ],
 )
 def test_illegal_plans_are_refused(key: str, rows: int, shape: tuple[int, int, int], word: str) -> None:

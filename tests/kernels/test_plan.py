@@ -78,15 +78,15 @@ def test_unverified_kernels_do_not_serve_identical(name: str) -> None:
         assert ("not compared" in chosen.reason) == (rows <= plan.MID_ROWS)
 
 
-def test_one_differing_bit_keeps_a_bucket_on_the_stock_path() -> None:
-    """A kernel that differs in bucket 9..16 dequantises there, says where, and serves the other buckets."""
+def test_one_differing_bit_keeps_a_row_count_on_the_stock_path() -> None:
+    """A kernel that differs at 16 rows dequantises there, says where, and serves the other row counts."""
     device = DEVICES["h200"]
     approve(device)
     kernel = plan.candidates(16, *SHAPE, device=device)[0]
     plan.record(kernel, 16, SHAPE, device, Verdict(same=False, rows=(16,), elements=9, difference="at (3, 1, 7)"))
-    paths = [plan.select(rows, *SHAPE, device=device).path for rows in (8, 9, 16, 17)]
-    assert paths == ["small", "dequant", "dequant", "mid"]
-    assert "at (3, 1, 7)" in plan.select(9, *SHAPE, device=device).reason
+    paths = [plan.select(rows, *SHAPE, device=device).path for rows in (8, 15, 16, 17)]
+    assert paths == ["small", "mid", "dequant", "mid"]
+    assert "at (3, 1, 7)" in plan.select(16, *SHAPE, device=device).reason
 
 
 def test_a_verdict_holds_for_its_device_and_shape_only() -> None:

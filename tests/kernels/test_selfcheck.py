@@ -58,12 +58,55 @@ def test_kernels_that_agree_serve() -> None:
 
 
 def test_one_wrong_bit_at_one_row_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One bit at 12 rows keeps the kernel out of its bucket, and the verdict names rows and coordinate."""
+    """One bit at 12 rows keeps the kernel from 12 rows, and the plan names rows and coordinate."""
     monkeypatch.setattr(ops, "grouped_projection", wrong_at_12_rows)
     checks = selfcheck.check(SHAPE, CPU, max_rows=32)
-    assert [check.chosen.path for check in checks] == ["small", "small", "dequant", "mid"]
-    assert "12 rows" in checks[2].chosen.reason
-    assert "(11, 1, 31)" in checks[2].chosen.reason
+    assert [check.dequantised for check in checks] == [(), (), (12,), ()]
+    assert paths([11, 12, 13, 16]) == ["mid", "dequant", "mid", "mid"]
+    reason = plan.select(12, *SHAPE, device=GPU).reason
+    assert "12 rows" in reason
+    assert "(11, 1, 31)" in reason
+
+
+def test_one_wrong_bit_above_192_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a few row counts stand for a bucket, one that differs keeps the kernel from all of it."""
+
+    def wrong_at_257_rows(o: torch.Tensor, codes: torch.Tensor, exponents: torch.Tensor, key: str) -> torch.Tensor:
+        out = right_kernel(o, codes, exponents, key)
+        if o.shape[0] == 257:
+            out.view(torch.int16)[256, 0, 0] ^= 1
+        return out
+
+    kernel = plan.Plan("large", "triton", "chain")
+    real = plan.candidates
+    monkeypatch.setattr(
+        plan, "candidates", lambda rows, *a, **k: (kernel, *real(rows, *a, **k)) if rows > 192 else real(rows, *a, **k)
+    )
+    monkeypatch.setattr(selfcheck, "_buckets", lambda _: [(193, 512)])
+    monkeypatch.setattr(testing, "KINDS", ("normal",))
+    monkeypatch.setattr(ops, "grouped_projection", wrong_at_257_rows)
+    (check,) = selfcheck.check(WeightShape(1, 32, 32), CPU)
+    assert check.chosen.path == "dequant"
+    assert set(check.dequantised) == set(selfcheck.rows_to_compare(193, 512))
+    plan.forget()
+    monkeypatch.setattr(ops, "grouped_projection", right_kernel)
+    assert selfcheck.check(WeightShape(1, 32, 32), CPU)[0].chosen == kernel
+
+
+def test_another_plan_serves_the_row_counts_that_the_first_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two plans that are each right at some row counts share a bucket, as where cuBLAS cuts K at some of them."""
+    odd, even = (plan.Plan("mid", "triton", "chain", (("split", number),)) for number in (1, 2))
+
+    def right_at_its_own(o: torch.Tensor, codes: torch.Tensor, exponents: torch.Tensor, key: str) -> torch.Tensor:
+        out = right_kernel(o, codes, exponents, key)
+        return out if (key == odd.key) == bool(o.shape[0] % 2) else out + 1
+
+    real = plan.candidates
+    monkeypatch.setattr(plan, "candidates", lambda *a, **k: (odd, even, real(*a, **k)[-1]))
+    monkeypatch.setattr(testing, "generate_decode_twin", lambda shape, device: (*testing.generate_twin(shape), []))
+    monkeypatch.setattr(ops, "grouped_projection", right_at_its_own)
+    selfcheck.check(SHAPE, CPU, max_rows=8)
+    assert [plan.select(rows, *SHAPE, device=GPU) for rows in (2, 3, 4)] == [even, odd, even]
 
 
 def test_kernel_that_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
