@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 _MULTIPROCESSORS = 132
 _SHARED_BYTES = 227 * 1024
-_MAX_TOKENS = 64
 _SIZES = (16, 32, 64)
+_TOKENS = (8, 16, 32, 48, 64)
+"""Token counts of a block that are compiled; 24 took as long as 32."""
 _FEW_TOKENS = 32
 _DEEP = ((256, 8), (256, 4), (128, 8), (128, 4))
 _SHORT = ((128, 8), (256, 4), (128, 4))
@@ -51,8 +52,8 @@ def ring_for(tokens: int, shape: blocks.WeightShape, splits: int = 1) -> Ring | 
     """
     for rows in _SIZES:
         across = _MULTIPROCESSORS // (shape.groups * shape.rank // rows)
-        padded = -(-tokens // (8 * across)) * 8 if across else _MAX_TOKENS + 1
-        if padded > _MAX_TOKENS:
+        padded = next((size for size in _TOKENS if tokens <= size * across), None)
+        if padded is None:
             continue
         many = rows > _SIZES[0] and padded > _FEW_TOKENS
         for bk, stages in _SHORT if many and rows == _SIZES[1] else _DEEP:

@@ -32,8 +32,9 @@ DEVICE void let_next_kernel_start() {
 }
 
 // ---- memory ---------------------------------------------------------------------------------------------------------
-// Codes are read once per layer and step: keep them out of L1, which the activations want. Not `.nc`: ptxas moves read-only
-// loads below griddepcontrol.wait, and the early start is lost (seen in SASS; 5.9 instead of 5.0 us per layer on an H200).
+// Codes are read once per layer and step: keep them out of L1, which the activations want. Not `.nc`: ptxas moves
+// read-only loads below griddepcontrol.wait, and the early start is lost (seen in SASS; 5.9 instead of 5.0 us per layer
+// on an H200).
 DEVICE uint4 load_stream(const void *p) {
     uint4 v;
     asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -50,12 +51,15 @@ DEVICE void copy_async_16(u32 dst, const void *src, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
 }
 DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING> DEVICE void copy_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
+template <int PENDING> DEVICE void copy_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
 
 // ---- decoding -------------------------------------------------------------------------------------------------------
-// The bits of an e4m3 byte, put at a bf16's sign, low exponent and high fraction bits, are that value times 2**-120, its
-// subnormals included. One multiplication by 2**(exponent - 127 + 120) therefore gives the weight, rounded to nearest even
-// once, for every exponent byte up to 134. Above, that factor is no finite bf16 and it takes two multiplications
+// The bits of an e4m3 byte, put at a bf16's sign, low exponent and high fraction bits, are that value times 2**-120,
+// its subnormals included. One multiplication by 2**(exponent - 127 + 120) therefore gives the weight, rounded to
+// nearest even once, for every exponent byte up to 134. Above, that factor is no finite bf16 and it takes two
+// multiplications
 // (`wide`): by 2**120, which is exact, and by 2**(exponent - 127). Real checkpoints use 115..126.
 constexpr u32 MAX_NARROW_EXPONENT = 134;
 
@@ -90,8 +94,8 @@ template <bool WIDE> DEVICE u32 scale_pair(u32 bits, u32 factor) {
     return mul_bf16x2(WIDE ? mul_bf16x2(bits, TWO_TO_120) : bits, factor);
 }
 
-// The bytes `SELECTOR` names, each with its sign above it (prmt's sign mode), shifted to a bf16's place: 3 instructions for
-// two codes.
+// The bytes `SELECTOR` names, each with its sign above it (prmt's sign mode), shifted to a bf16's place: 3 instructions
+// for two codes.
 template <u32 SELECTOR> DEVICE u32 place_codes(u32 word) {
     u32 extended;
     asm("prmt.b32 %0, %1, 0, %2;" : "=r"(extended) : "r"(word), "n"(SELECTOR));
@@ -123,18 +127,30 @@ DEVICE void decode_word_checked(u32 word, u32 exponent, u32 &upper, u32 &lower) 
 }
 
 // ---- layout ---------------------------------------------------------------------------------------------------------
-// Word i of lane t (of a quad) becomes word t of lane i: from MMA order, where a quad shares each 8 columns, to 8 columns in
-// a row per lane. Its own inverse.
+// Word i of lane t (of a quad) becomes word t of lane i: from MMA order, where a quad shares each 8 columns, to 8
+// columns in a row per lane. Its own inverse.
 DEVICE void transpose_quad(uint4 &v) {
     bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
     u32 a = odd ? v.x : v.y, b = odd ? v.z : v.w;
     a = __shfl_xor_sync(~0u, a, 1);
     b = __shfl_xor_sync(~0u, b, 1);
-    if (odd) { v.x = a; v.z = b; } else { v.y = a; v.w = b; }
+    if (odd) {
+        v.x = a;
+        v.z = b;
+    } else {
+        v.y = a;
+        v.w = b;
+    }
     a = upper ? v.x : v.z, b = upper ? v.y : v.w;
     a = __shfl_xor_sync(~0u, a, 2);
     b = __shfl_xor_sync(~0u, b, 2);
-    if (upper) { v.x = a; v.y = b; } else { v.z = a; v.w = b; }
+    if (upper) {
+        v.x = a;
+        v.y = b;
+    } else {
+        v.z = a;
+        v.w = b;
+    }
 }
 
 // ---- arithmetic -----------------------------------------------------------------------------------------------------
@@ -152,9 +168,10 @@ DEVICE float low_half(u32 pair) { return __uint_as_float(pair << 16); }
 DEVICE float high_half(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 
 DEVICE void mma_m16n8k16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 DEVICE void load_matrices(u32 (&b)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"

@@ -43,12 +43,13 @@ DEVICE u32 peak_of(uint4 v) {
 
 // Grid (R / 32 * D / 32 / 8 rounded up, G), 256 threads. weight: bf16 [G, R, D], contiguous.
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
-encode(const u16 *weight, u8 *codes, u8 *exponents, int rank, int depth) {
+    encode(const u16 *weight, u8 *codes, u8 *exponents, int rank, int depth) {
     int lane = lane_id(), group = blockIdx.y, column_tiles = depth / 32;
     int block = blockIdx.x * WARPS + warp_id();
     if (block >= rank / 32 * column_tiles) return;
     int row_block = block / column_tiles, column_tile = block % column_tiles;
-    const u16 *src = weight + (static_cast<long long>(group) * rank + row_block * 32 + lane / 4) * depth + column_tile * 32 + lane % 4 * 8;
+    const u16 *src = weight + (static_cast<long long>(group) * rank + row_block * 32 + lane / 4) * depth +
+                     column_tile * 32 + lane % 4 * 8;
     uint4 rows[4];
     u32 peak = 0;
 #pragma unroll
@@ -58,7 +59,9 @@ encode(const u16 *weight, u8 *codes, u8 *exponents, int rank, int depth) {
     }
     peak = __reduce_max_sync(~0u, peak);
     int exponent = smallest_exponent(peak);
-    if (lane == 0) exponents[(static_cast<long long>(group) * (rank / 32) + row_block) * column_tiles + column_tile] = static_cast<u8>(exponent);
+    if (lane == 0)
+        exponents[(static_cast<long long>(group) * (rank / 32) + row_block) * column_tiles + column_tile] =
+            static_cast<u8>(exponent);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         uint4 up = rows[2 * half], low = rows[2 * half + 1], tile;
@@ -67,7 +70,8 @@ encode(const u16 *weight, u8 *codes, u8 *exponents, int rank, int depth) {
         tile.z = encode_word(up.z, low.z, exponent);
         tile.w = encode_word(up.w, low.w, exponent);
         transpose_quad(tile);
-        long long at = (static_cast<long long>(group) * (rank / 16) + row_block * 2 + half) * column_tiles + column_tile;
+        long long at =
+            (static_cast<long long>(group) * (rank / 16) + row_block * 2 + half) * column_tiles + column_tile;
         *reinterpret_cast<uint4 *>(codes + at * TILE_BYTES + lane * 16) = tile;
     }
 }

@@ -1,17 +1,17 @@
 // One row, in the order of sums of SGLang's Triton gemv; fp32 arithmetic on the CUDA cores.
 //
-// That kernel gives each of 128 threads 8 columns in a row, four times, 1024 columns apart; read from its PTX (triton 3.6.0,
-// sm_90), an output is
+// That kernel gives each of 128 threads 8 columns in a row, four times, 1024 columns apart; read from its PTX
+// (triton 3.6.0, sm_90), an output is
 //   thread: ((p0 + p1) + p2) + ...      over its 32 products, columns ascending; products rounded to fp32, then added
 //   warp:   butterfly over lanes 16, 8, 4, 2, 1
 //   block:  (w0 + w2) + (w1 + w3)
-// Addition commutes, so only the tree matters. Virtual lane bits 4..2 are bits 2..0 of the tile's column index, bits 1..0
-// the lane's place in its quad; a warp here owns tiles that differ in bits 2 and 1, so that steps 16 and 8 stay in one
-// lane, and the rest meets in shared memory.
+// Addition commutes, so only the tree matters. Virtual lane bits 4..2 are bits 2..0 of the tile's column index,
+// bits 1..0 the lane's place in its quad; a warp here owns tiles that differ in bits 2 and 1, so that steps 16 and 8
+// stay in one lane, and the rest meets in shared memory.
 //
-// The bound is the number of instructions, not bytes: decoding to bf16 pairs, unpacking, multiplying and adding took 7.7 us
-// a layer on an H200 (122 instructions per tile and lane); hardware conversion to fp16 and exponents folded into the
-// activations need 46.
+// The bound is the number of instructions, not bytes: decoding to bf16 pairs, unpacking, multiplying and adding
+// took 7.7 us a layer on an H200 (122 instructions per tile and lane); hardware conversion to fp16 and exponents folded
+// into the activations need 46.
 #include "common.cuh"
 
 #ifndef DEPTH
@@ -21,16 +21,17 @@ static_assert(DEPTH == 4096, "the order of sums is that of 128 threads with 32 c
 constexpr int WARPS = 8, THREADS = WARPS * 32, REPEATS = 4, CHAINS = 4, COLUMN_TILES = DEPTH / 32;
 
 struct Shared {
-    float x[DEPTH];              // times the scale of the block's row of 32x32 blocks on the quick path
-    float partial[16][4][2][4];  // row, virtual warp, lowest tile bit, lane of the quad
+    float x[DEPTH];             // times the scale of the block's row of 32x32 blocks on the quick path
+    float partial[16][4][2][4]; // row, virtual warp, lowest tile bit, lane of the quad
     u8 exponents[COLUMN_TILES];
 };
 
 // Column tile of this warp's chain j in repeat r: virtual warp = warp / 2, lowest tile bit = warp % 2.
 DEVICE int tile_of(int warp, int repeat, int chain) { return repeat * 32 + (warp >> 1) * 8 + chain * 2 + (warp & 1); }
 
-// The quick path multiplies codes by x * 2**(exponent - 127) with fused multiply-adds. It gives the same bits while nothing on
-// the way leaves fp32's normal range: non-zero |x| and scales in [2**-40, 2**40) keep every product's last bit above 2**-105.
+// The quick path multiplies codes by x * 2**(exponent - 127) with fused multiply-adds. It gives the same bits while
+// nothing on the way leaves fp32's normal range: non-zero |x| and scales in [2**-40, 2**40) keep every product's last
+// bit above 2**-105.
 constexpr u32 QUICK_LOW = 87, QUICK_HIGH = 167;
 DEVICE bool is_quick(u32 biased) { return biased - QUICK_LOW < QUICK_HIGH - QUICK_LOW; }
 DEVICE bool is_quick_pair(u32 pair) {
@@ -44,14 +45,15 @@ DEVICE void unpack_codes(u16 bytes, float &upper, float &lower) {
     u32 halves;
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(bytes));
     asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high;}"
-        : "=f"(upper), "=f"(lower) : "r"(halves));
+        : "=f"(upper), "=f"(lower)
+        : "r"(halves));
 }
 #endif
 
-// words: this lane's 8 columns in a row of each tile, rows g and g + 8. On the slow path weights are decoded as everywhere and
-// products rounded before they are added, as in the stock kernel.
-template <bool QUICK>
-DEVICE void multiply(float (&upper)[CHAINS], float (&lower)[CHAINS], const uint4 (&words)[REPEATS][CHAINS], const Shared &shared) {
+// words: this lane's 8 columns in a row of each tile, rows g and g + 8. On the slow path weights are decoded as
+// everywhere and products rounded before they are added, as in the stock kernel.
+template <bool QUICK> DEVICE void multiply(float (&upper)[CHAINS], float (&lower)[CHAINS],
+                                           const uint4 (&words)[REPEATS][CHAINS], const Shared &shared) {
     int lane = lane_id(), warp = warp_id();
 #pragma unroll
     for (int r = 0; r < REPEATS; ++r) {
@@ -104,11 +106,12 @@ DEVICE void stage(Shared &shared, int i, uint4 v, bool quick) {
 
 // Grid (R / 16, G), 256 threads. o: bf16 [1, G, DEPTH], group stride in elements; out: bf16 [1, G, R].
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-gemv(const u16 *o, long long group_stride, const u8 *codes, const u8 *exponents, u16 *out, int rank) {
+    gemv(const u16 *o, long long group_stride, const u8 *codes, const u8 *exponents, u16 *out, int rank) {
     __shared__ Shared shared;
     int lane = lane_id(), warp = warp_id(), group = blockIdx.y;
     // To registers, all at once: through shared memory (cp.async) the same loads took 2 us longer.
-    const u8 *src = codes + (static_cast<long long>(group) * (rank / 16) + blockIdx.x) * COLUMN_TILES * TILE_BYTES + lane * 16;
+    const u8 *src =
+        codes + (static_cast<long long>(group) * (rank / 16) + blockIdx.x) * COLUMN_TILES * TILE_BYTES + lane * 16;
     uint4 words[REPEATS][CHAINS];
 #pragma unroll
     for (int r = 0; r < REPEATS; ++r)
@@ -132,7 +135,8 @@ gemv(const u16 *o, long long group_stride, const u8 *codes, const u8 *exponents,
         for (int j = 0; j < CHAINS; ++j) transpose_quad(words[r][j]);
 #pragma unroll
     for (int i = 0; i < DEPTH / 8 / THREADS; ++i) {
-        quick = quick & is_quick_pair(mine[i].x) & is_quick_pair(mine[i].y) & is_quick_pair(mine[i].z) & is_quick_pair(mine[i].w);
+        quick = quick & is_quick_pair(mine[i].x) & is_quick_pair(mine[i].y) & is_quick_pair(mine[i].z) &
+                is_quick_pair(mine[i].w);
     }
 #if __CUDA_ARCH__ >= 890
     quick = !__syncthreads_or(!quick);
@@ -140,7 +144,7 @@ gemv(const u16 *o, long long group_stride, const u8 *codes, const u8 *exponents,
     quick = false;
     __syncthreads();
 #endif
-    let_next_kernel_start();  // when the activations are there: see small.cu
+    let_next_kernel_start(); // when the activations are there: see small.cu
 #pragma unroll
     for (int i = 0; i < DEPTH / 8 / THREADS; ++i) stage(shared, i * THREADS + threadIdx.x, mine[i], quick);
     __syncthreads();
@@ -158,7 +162,7 @@ gemv(const u16 *o, long long group_stride, const u8 *codes, const u8 *exponents,
     __syncthreads();
     if (threadIdx.x >= 64) return;
     int row = threadIdx.x >> 2;
-    const float(&p)[2][4] = shared.partial[row][threadIdx.x & 3];
+    const float (&p)[2][4] = shared.partial[row][threadIdx.x & 3];
     float sum = ((p[0][0] + p[1][0]) + (p[0][2] + p[1][2])) + ((p[0][1] + p[1][1]) + (p[0][3] + p[1][3]));
     sum += __shfl_xor_sync(~0u, sum, 2);
     sum += __shfl_xor_sync(~0u, sum, 1);

@@ -1,18 +1,19 @@
 // 1..512 rows or so in cuBLAS's order of sums: one ascending chain of k16 steps over all of K for each output.
 //
-// A block is ROWS rows of the weight x TOKENS <= 64 tokens. Eight warps take codes to registers, decode them to bf16 and lay
-// them down in a ring of shared memory; one warpgroup multiplies (wgmma, the tokens as M = 64, the weight rows as N); one warp
-// fetches activations. Nothing is split over K, so blocks are as small as lets them fill the chip once: at 64 tokens and two
-// groups 16 rows, and each code is read and decoded once on the chip. That chain of 256 wgmma takes 20.6 cycles a step
-// (measured, H200), 2.7 us; a chain of mma.sync takes 25.
+// A block is ROWS rows of the weight x TOKENS <= 64 tokens. Eight warps take codes to registers, decode them to bf16
+// and lay them down in a ring of shared memory; one warpgroup multiplies (wgmma, the tokens as M = 64, the weight rows
+// as N); one warp fetches activations. Nothing is split over K, so blocks are as small as lets them fill the chip once:
+// at 64 tokens and two groups 16 rows, and each code is read and decoded once on the chip. That chain of 256 wgmma
+// takes 20.6 cycles a step (measured, H200), 2.7 us; a chain of mma.sync takes 25.
 //
-// Decoding in the warps that multiply (chain.cu) is bound by their instructions at small tiles: 12.0 us at 128 rows. Sharing
-// activations in clusters through multicast cost 0.5 us at two blocks and 3 us at four, so every block fetches its own.
+// Decoding in the warps that multiply (chain.cu) is bound by their instructions at small tiles: 12.0 us at 128 rows.
+// Sharing activations in clusters through multicast cost 0.5 us at two blocks and 3 us at four, so every block fetches
+// its own.
 //
-// SPLITS > 1 restarts the chain at multiples of `split_columns` and adds the parts ascending in fp32: what cuBLAS does for one
-// group below about 160 rows.
+// SPLITS > 1 restarts the chain at multiples of `split_columns` and adds the parts ascending in fp32: what cuBLAS does
+// for one group below about 160 rows.
 #include "hopper.cuh"
-#include "wgmma_shared.cuh"  // generated for N = ROWS: wgmma_shared(d, descriptor of A, descriptor of B)
+#include "wgmma_shared.cuh" // generated for N = ROWS: wgmma_shared(d, descriptor of A, descriptor of B)
 
 #ifndef DEPTH
 #define DEPTH 4096
@@ -21,10 +22,11 @@ constexpr int MULTIPLIERS = 4, THREADS = (DECODERS + MULTIPLIERS + 1) * 32;
 constexpr int STEPS = DEPTH / BK, ROUNDS = STEPS / STAGES, BOXES = BK / 64, ROW_TILES = ROWS / 16;
 constexpr int COLUMN_TILES = DEPTH / 32, TILES = COLUMN_TILES / DECODERS;  // column tiles of a decoder
 constexpr int HELD = HOLD / ROW_TILES;                                     // of which it holds this many
-constexpr int TILES_PER_STEP = BK / 32, TURNS = DECODERS / TILES_PER_STEP;  // decoders that fill a stage; stages at once
+constexpr int TILES_PER_STEP = BK / 32, TURNS = DECODERS / TILES_PER_STEP; // decoders that fill a stage; stages at once
 constexpr int ROW_BLOCKS = (ROW_TILES + 1) / 2;
 constexpr int A_BOX = TOKENS * 128, B_BOX = ROWS * 128;
-static_assert(STEPS % STAGES == 0 && STAGES >= 3, "the multipliers look one stage ahead before they release the one behind");
+static_assert(STEPS % STAGES == 0 && STAGES >= 3,
+              "the multipliers look one stage ahead before they release the one behind");
 static_assert(TOKENS % 8 == 0 && TOKENS <= 64 && HELD >= 1 && TILES % HELD == 0 && TILES <= 32, "");
 static_assert(TILES_PER_STEP <= DECODERS && DECODERS % TILES_PER_STEP == 0 && BK % 64 == 0, "");
 
@@ -36,7 +38,8 @@ struct Shared {
 };
 static_assert(STAGES * BOXES * B_BOX + A_BOX >= 8192, "64 rows of the last box stay inside shared memory");
 
-// Decoded tile -> the B operand: 8 rows of 128 bytes (64 columns), 16-byte chunks swizzled by the row; rows 8..15 1024 bytes on.
+// Decoded tile -> the B operand: 8 rows of 128 bytes (64 columns), 16-byte chunks swizzled by the row; rows 8..15 1024
+// bytes on.
 template <bool WIDE> DEVICE void decode_tile(u8 *box, int half, const uint4 &words, u32 factor) {
     int lane = lane_id(), row = lane & 7, matrix = lane >> 3;
     const u32 w[4] = {words.x, words.y, words.z, words.w};
@@ -51,13 +54,14 @@ template <bool WIDE> DEVICE void decode_tile(u8 *box, int half, const uint4 &wor
 
 DEVICE void load_column(uint4 (&words)[ROW_TILES], const u8 *src) {
 #pragma unroll
-    for (int r = 0; r < ROW_TILES; ++r) words[r] = load_stream(src + static_cast<long long>(r) * COLUMN_TILES * TILE_BYTES);
+    for (int r = 0; r < ROW_TILES; ++r)
+        words[r] = load_stream(src + static_cast<long long>(r) * COLUMN_TILES * TILE_BYTES);
 }
 
-// Column tiles i * 8 + warp. With stages of fewer than 8 tiles, warps take turns with stages. A fresh barrier lets those who
-// fill pass: they wait for the parity before.
-template <bool WIDE>
-DEVICE void decode_all(Shared &shared, uint4 (&words)[HELD][ROW_TILES], const u8 *src, const u32 (&exponents)[ROW_BLOCKS], int warp) {
+// Column tiles i * 8 + warp. With stages of fewer than 8 tiles, warps take turns with stages. A fresh barrier lets
+// those who fill pass: they wait for the parity before.
+template <bool WIDE> DEVICE void decode_all(Shared &shared, uint4 (&words)[HELD][ROW_TILES], const u8 *src,
+                                            const u32 (&exponents)[ROW_BLOCKS], int warp) {
     int tile = warp % TILES_PER_STEP, stage = warp / TILES_PER_STEP, parity = 1;
 #pragma unroll 1
     for (int first = 0; first < TILES; first += HELD) {
@@ -89,8 +93,8 @@ DEVICE void fetch_all(Shared &shared, const TensorMap *map, int group_coordinate
             barrier_expect(&shared.full[stage], BOXES * A_BOX);
 #pragma unroll
             for (int box = 0; box < BOXES; ++box)
-                copy_box(shared.activations[stage] + box * A_BOX, map, (round * STAGES + stage) * BK + box * 64, group_coordinate, token,
-                         &shared.full[stage]);
+                copy_box(shared.activations[stage] + box * A_BOX, map, (round * STAGES + stage) * BK + box * 64,
+                         group_coordinate, token, &shared.full[stage]);
         }
     }
 }
@@ -104,7 +108,7 @@ DEVICE void multiply_all(float (&d)[ROWS / 2], Shared &shared, int split_steps) 
     float total[ROWS / 2];
     int left = split_steps;
 #pragma unroll
-    for (int i = 0; i < ROWS / 2; ++i) total[i] = -0.f;  // the neutral element
+    for (int i = 0; i < ROWS / 2; ++i) total[i] = -0.f; // the neutral element
 #endif
 #pragma unroll
     for (int i = 0; i < ROWS / 2; ++i) d[i] = 0.f;
@@ -127,7 +131,7 @@ DEVICE void multiply_all(float (&d)[ROWS / 2], Shared &shared, int split_steps) 
                 // Half a stage early, so that the chain does not stop between stages.
                 if (half == 0 && !last) barrier_wait(&shared.full[next], round + (stage == STAGES - 1) & 1);
             }
-            wgmma_wait<1>();  // the stage before this one is read
+            wgmma_wait<1>(); // the stage before this one is read
             if (leader && (stage > 0 || round > 0)) barrier_arrive(&shared.empty[before]);
 #if SPLITS > 1
             if (--left == 0 || last) {
@@ -149,22 +153,26 @@ DEVICE void multiply_all(float (&d)[ROWS / 2], Shared &shared, int split_steps) 
 #endif
 }
 
-// Grid (R / ROWS, ceil(T / TOKENS), G), THREADS threads. map: activations [T, G, DEPTH], boxes of 64 columns x 1 group x TOKENS
-// tokens, 128-byte swizzle, zeros outside.
+// Grid (R / ROWS, ceil(T / TOKENS), G), THREADS threads. map: activations [T, G, DEPTH], boxes of 64 columns x 1 group
+// x TOKENS tokens, 128-byte swizzle, zeros outside.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-mid(const __grid_constant__ TensorMap map, int group_step, const u8 *codes, const u8 *exponents, u16 *out, int tokens, int rank,
-    int split_columns) {
+    mid(const __grid_constant__ TensorMap map, int group_step, const u8 *codes, const u8 *exponents, u16 *out,
+        int tokens, int rank, int split_columns) {
     extern __shared__ __align__(1024) u8 memory[];
     Shared &shared = *reinterpret_cast<Shared *>(memory);
-    int lane = lane_id(), warp = warp_id(), group = blockIdx.z, row_tile = blockIdx.x * ROW_TILES, first_token = blockIdx.y * TOKENS;
+    int lane = lane_id(), warp = warp_id(), group = blockIdx.z, row_tile = blockIdx.x * ROW_TILES,
+        first_token = blockIdx.y * TOKENS;
     uint4 words[HELD][ROW_TILES];
     u32 exponent[ROW_BLOCKS];
     bool wide = false;
-    const u8 *src = codes + ((static_cast<long long>(group) * (rank / 16) + row_tile) * COLUMN_TILES + warp) * TILE_BYTES + lane * 16;
+    const u8 *src = codes +
+                    ((static_cast<long long>(group) * (rank / 16) + row_tile) * COLUMN_TILES + warp) * TILE_BYTES +
+                    lane * 16;
     if (warp < DECODERS) {
 #pragma unroll
         for (int i = 0; i < HELD; ++i) load_column(words[i], src + i * DECODERS * TILE_BYTES);
-        const u8 *block = exponents + (static_cast<long long>(group) * (rank / 32) + row_tile / 2) * COLUMN_TILES + warp;
+        const u8 *block =
+            exponents + (static_cast<long long>(group) * (rank / 32) + row_tile / 2) * COLUMN_TILES + warp;
 #pragma unroll
         for (int r = 0; r < ROW_BLOCKS; ++r) {
             exponent[r] = lane < TILES ? block[r * COLUMN_TILES + lane * DECODERS] : 0u;
@@ -196,7 +204,8 @@ mid(const __grid_constant__ TensorMap map, int group_step, const u8 *codes, cons
             if (token + half * 8 >= end) break;
 #pragma unroll
             for (int j = 0; j < ROWS / 8; ++j)
-                *reinterpret_cast<u32 *>(to + half * eight + j * 8) = round_pair(d[4 * j + 2 * half], d[4 * j + 2 * half + 1]);
+                *reinterpret_cast<u32 *>(to + half * eight + j * 8) =
+                    round_pair(d[4 * j + 2 * half], d[4 * j + 2 * half + 1]);
         }
     } else if (lane == 0) {
         wait_for_previous_kernel();

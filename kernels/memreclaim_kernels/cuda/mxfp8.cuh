@@ -38,9 +38,10 @@ DEVICE void store_mxfp8(u8 *q, u8 *scales, int row, int rows, int column_block, 
     float inverse = __uint_as_float(byte == 0 ? 0u : (254u - byte) << 23);
     float scaled = fminf(fmaxf(__fmul_rn(value, inverse), -448.f), 448.f);
     u8 *tile = scales + (column_block / 4) * 512;
-    if (row < rows) q[static_cast<long long>(row) * columns + column_block * 32 + lane] = static_cast<u8>(e4m3_bits(scaled));
-    // Row r of the first 32 stands at byte r * 16 of its 512-byte tile, rows 32 apart 4 bytes further. Each of the 8 warps
-    // writes its own row and zeroes 15 of the 120 padding rows, so that no two blocks touch one byte.
+    if (row < rows)
+        q[static_cast<long long>(row) * columns + column_block * 32 + lane] = static_cast<u8>(e4m3_bits(scaled));
+    // Row r of the first 32 stands at byte r * 16 of its 512-byte tile, rows 32 apart 4 bytes further. Each of the 8
+    // warps writes its own row and zeroes 15 of the 120 padding rows, so that no two blocks touch one byte.
     if (lane == 0) tile[row * 16 + column_block % 4] = row < rows ? static_cast<u8>(byte) : u8(0);
     if (lane < 15) {
         int padding = 8 + row * 15 + lane;

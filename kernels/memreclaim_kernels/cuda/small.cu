@@ -1,11 +1,12 @@
 // 1..8 rows: one block per 16 rows of the weight, one warp per eighth of K.
 //
-// Every warp issues all its 16-byte loads of codes at once, so that 8.4 MB are in flight over the chip before the first is
-// needed; the weight is the A operand of mma.sync straight from registers. The partial sums of the 8 warps meet in shared
-// memory. Order of sums, which is SGLang's at 2..8 rows: ascending k16 steps inside each of 8 splits of K, one fp32
-// accumulator per output, then (((p0+p2)+p4)+p6) + (((p1+p3)+p5)+p7), then bf16.
+// Every warp issues all its 16-byte loads of codes at once, so that 8.4 MB are in flight over the chip before the first
+// is needed; the weight is the A operand of mma.sync straight from registers. The partial sums of the 8 warps meet in
+// shared memory. Order of sums, which is SGLang's at 2..8 rows: ascending k16 steps inside each of 8 splits of K, one
+// fp32 accumulator per output, then (((p0+p2)+p4)+p6) + (((p1+p3)+p5)+p7), then bf16.
 //
-// EPILOGUE 0 stores bf16 [T, G, R]. EPILOGUE 1 stores MXFP8: the bf16 value quantised per 32 output columns (mxfp8.cuh).
+// EPILOGUE 0 stores bf16 [T, G, R]. EPILOGUE 1 stores MXFP8: the bf16 value quantised per 32 output columns
+// (mxfp8.cuh).
 #include "common.cuh"
 #include "mxfp8.cuh"
 
@@ -19,11 +20,12 @@
 constexpr int WARPS = 8, ROWS = 8;
 constexpr int SPLIT = DEPTH / WARPS, TILES = SPLIT / 32;
 static_assert(TILES % 4 == 0, "four exponents are read as one word");
-constexpr int PITCH = SPLIT * 2 + 16;  // 16 bytes over a multiple of 128: ldmatrix then meets no bank twice
-constexpr int ROW_TILES = EPILOGUE ? 2 : 1;  // 32 output columns share an MXFP8 scale
+constexpr int PITCH = SPLIT * 2 + 16;       // 16 bytes over a multiple of 128: ldmatrix then meets no bank twice
+constexpr int ROW_TILES = EPILOGUE ? 2 : 1; // 32 output columns share an MXFP8 scale
 
 // Sum of this warp's K-eighth for 16 weight rows and 8 tokens.
-template <bool WIDE> DEVICE void multiply(float (&c)[4], const uint4 (&codes)[TILES], const u32 (&scale)[TILES / 4], u32 activations) {
+template <bool WIDE>
+DEVICE void multiply(float (&c)[4], const uint4 (&codes)[TILES], const u32 (&scale)[TILES / 4], u32 activations) {
     int lane = lane_id();
     // Lanes 0..7 address k8 block 0 of the 8 tokens, 8..15 block 1, and so on: one ldmatrix feeds two k16 steps.
     u32 address = activations + (lane & 7) * PITCH + (lane >> 3) * 16;
@@ -48,17 +50,19 @@ DEVICE float sum_splits(const float *p, int stride) {
 
 // Grid (R / 16 / ROW_TILES, G), 256 threads. o: bf16 [rows, G, DEPTH] with strides in elements.
 extern "C" __global__ void __launch_bounds__(WARPS * 32 * ROW_TILES, EPILOGUE ? 1 : 2)
-small(const u16 *o, long long row_stride, long long group_stride, const u8 *codes, const u8 *exponents, void *out, u8 *scales,
-      int rows, int rank) {
+    small(const u16 *o, long long row_stride, long long group_stride, const u8 *codes, const u8 *exponents, void *out,
+          u8 *scales, int rows, int rank) {
     extern __shared__ __align__(16) u8 shared[];
     int lane = lane_id(), warp = warp_id() % WARPS, sub = warp_id() / WARPS;
     int tile = blockIdx.x * ROW_TILES + sub, group = blockIdx.y, groups = gridDim.y;
 
-    const u8 *src = codes + ((static_cast<long long>(group) * (rank / 16) + tile) * (DEPTH / 32) + warp * TILES) * TILE_BYTES;
+    const u8 *src =
+        codes + ((static_cast<long long>(group) * (rank / 16) + tile) * (DEPTH / 32) + warp * TILES) * TILE_BYTES;
     uint4 words[TILES];
 #pragma unroll
     for (int i = 0; i < TILES; ++i) words[i] = load_stream(src + i * TILE_BYTES + lane * 16);
-    const u8 *block = exponents + (static_cast<long long>(group) * (rank / 32) + tile / 2) * (DEPTH / 32) + warp * TILES;
+    const u8 *block =
+        exponents + (static_cast<long long>(group) * (rank / 32) + tile / 2) * (DEPTH / 32) + warp * TILES;
     u32 scale[TILES / 4];
     bool wide = false;
 #pragma unroll
@@ -81,10 +85,11 @@ small(const u16 *o, long long row_stride, long long group_stride, const u8 *code
         copy_async_commit();
         copy_async_wait<0>();
     }
-    if (ROW_TILES > 1) __syncthreads(); else __syncwarp();
+    if (ROW_TILES > 1) __syncthreads();
+    else __syncwarp();
 
-    // Not earlier: the next kernel's codes would queue in front of this one's activations (4.0 against 3.7 us at 1 row, 5.4
-    // against 4.9 at 8). Not later: they then arrive too late (4.2 and 6.3).
+    // Not earlier: the next kernel's codes would queue in front of this one's activations (4.0 against 3.7 us at 1
+    // row, 5.4 against 4.9 at 8). Not later: they then arrive too late (4.2 and 6.3).
     let_next_kernel_start();
     float c[4] = {0.f, 0.f, 0.f, 0.f};
     if (wide) multiply<true>(c, words, scale, smem_address(stage));
@@ -106,7 +111,8 @@ small(const u16 *o, long long row_stride, long long group_stride, const u8 *code
     u16 value = round_bf16(sum_splits(partial + index, ROWS * OUT_ROWS));
 #if EPILOGUE == 0
     if (token < rows)
-        static_cast<u16 *>(out)[(static_cast<long long>(token) * groups + group) * rank + blockIdx.x * 16 + row] = value;
+        static_cast<u16 *>(out)[(static_cast<long long>(token) * groups + group) * rank + blockIdx.x * 16 + row] =
+            value;
 #else
     // One warp per token: its 32 lanes are the 32 columns that share a scale.
     int column_block = (group * rank + blockIdx.x * 32) / 32;
