@@ -1,6 +1,6 @@
-"""A rank of the tiny engine as a process of its own, to be killed: ``rank_process.py CHECKPOINT TP_RANK [planted]``.
+"""A rank of the tiny engine as a process, to be killed: ``rank_process.py CHECKPOINT TP_RANK PORT [planted]``.
 
-Prints its URL. SIGUSR1 mends the planted layer and reclaims again; SIGTERM ends it.
+Prints its URL. SIGUSR1 mends the planted layer and reclaims again, SIGUSR2 flips a bit of a served twin, SIGTERM ends it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from memreclaim.rebuild import checkpoint_source
 from memreclaim.service.demo import SteadyLoad, first_weight
 
 
-def main(path: str, tp_rank: str, *planted: str) -> None:
+def main(path: str, tp_rank: str, port: str, *planted: str) -> None:
     """Serve until told to stop."""
     torch.set_num_threads(1)
-    settings = replace(QUIET, probe_seconds=2.0, audit_seconds=5.0)
+    settings = replace(QUIET, port=int(port), probe_seconds=2.0, audit_seconds=5.0)
     made = Engine(path, settings, source=checkpoint_source(path), tp_rank=int(tp_rank))
     if planted:
         plant(made.model)
@@ -34,7 +34,14 @@ def main(path: str, tp_rank: str, *planted: str) -> None:
         plant(made.model)  # the same bit once more
         made.service.desk.submit("reclaim")
 
+    def damage(*_: object) -> None:
+        backing = made.reclaimer.ledger.entries()[0].backing
+        assert backing is not None
+        assert backing.twin is not None
+        backing.twin.packed.view(-1)[77] ^= 4
+
     signal.signal(signal.SIGUSR1, mend)
+    signal.signal(signal.SIGUSR2, damage)
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     with made.server:
         load.start()

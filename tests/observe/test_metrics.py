@@ -164,6 +164,14 @@ def test_prometheus_client_is_not_imported_early() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_plug_in_does_not_import_prometheus_client() -> None:
+    """The engine calls the entry point before it sets PROMETHEUS_MULTIPROC_DIR; an import there would lose every metric."""
+    code = "import sys; from memreclaim.engines.sglang import plugin; plugin.register();"
+    code += "assert 'prometheus_client' not in sys.modules"
+    environ = {"MEMRECLAIM": "on", "PYTHONPATH": ":".join(path for path in sys.path if path)}
+    assert subprocess.run([sys.executable, "-c", code], env=environ, check=False).returncode == 0
+
+
 MULTIPROCESS = """
 import sys, os
 sys.path[:0] = {path!r}

@@ -43,6 +43,8 @@ LAYER = {"layer": "layers.1.attn.wo_a", "component": "target", "tp_rank": "1", "
 class Site:
     """Two ranks, a head node, Prometheus, Alertmanager and whoever is notified."""
 
+    checkpoint: Path
+    folder: Path
     ranks: list[subprocess.Popen[str]]
     urls: list[str]
     head: str
@@ -56,7 +58,7 @@ def site(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     folder = tmp_path_factory.mktemp("site")
     with ExitStack() as stack:
         script = [sys.executable, str(ROOT / "tests" / "rank_process.py"), str(checkpoint)]
-        commands = [[*script, "0"], [*script, "1", "planted"]]
+        commands = [[*script, "0", "0"], [*script, "1", "0", "planted"]]
         ranks = [stack.enter_context(program(command, folder / f"rank{i}.log")) for i, command in enumerate(commands)]
         urls = [first_line(rank) for rank in ranks]
         assert all(urls), (folder / "rank0.log").read_text()
@@ -68,7 +70,7 @@ def site(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         sglang = stack.enter_context(_engine_metrics())
         alertmanager = stack.enter_context(_alertmanager(folder, webhook.url))
         prometheus = stack.enter_context(_prometheus(folder, head_url, alertmanager, sglang))
-        yield Site(ranks, urls, head_url, prometheus, webhook)
+        yield Site(checkpoint, folder, ranks, urls, head_url, prometheus, webhook)
 
 
 def test_every_rank_is_found_and_scraped(site: Site) -> None:
@@ -107,8 +109,21 @@ def test_planted_mismatch_reaches_the_pager_and_resolves(site: Site) -> None:
     assert subprocess.run([*status, site.head], capture_output=True, check=False).returncode == 0
 
 
-def test_killed_rank_is_missed(site: Site) -> None:
-    """Its series end with it, ``up`` is 0, the alerts reach the webhook, and status ends with 4."""
+def test_damaged_twin_reaches_the_pager_and_is_rebuilt(site: Site) -> None:
+    """A bit flips in a served twin: the audit finds it, the twin is rebuilt, and the alert stays though all is well."""
+    site.ranks[1].send_signal(signal.SIGUSR2)
+    until(lambda: site.webhook.received("MemreclaimReclaimedLayerMismatch", "firing", tp_rank="1", model_name="tiny"))
+
+    def rebuilt() -> bool:
+        report = get(site.urls[1], "/v1/report")[1]
+        return report["ready"] and any(event["event"] == "twin_rebuilt" for event in report["events"])
+
+    until(rebuilt)
+    assert not site.webhook.received("MemreclaimReclaimedLayerMismatch", "firing", tp_rank="0")
+
+
+def test_killed_rank_is_missed_until_it_is_back(site: Site) -> None:
+    """Its series end with it, ``up`` is 0, the alerts reach the webhook; restarted on its port it is scraped again."""
     site.ranks[0].kill()
     site.ranks[0].wait()
     until(lambda: site.webhook.received("MemreclaimRanksMissing", "firing", model_name="tiny"))
@@ -117,6 +132,11 @@ def test_killed_rank_is_missed(site: Site) -> None:
     assert len(ask(site.prometheus, 'memreclaim_build_info{tp_rank="1"}')) == 1
     done = subprocess.run([sys.executable, "-m", "memreclaim", "status", site.head], capture_output=True, check=False)
     assert (done.returncode, b"missing" in done.stdout) == (4, True)
+    script = [sys.executable, str(ROOT / "tests" / "rank_process.py"), str(site.checkpoint), "0"]
+    with program([*script, site.urls[0].rpartition(":")[2]], site.folder / "again.log") as again:
+        assert first_line(again) == site.urls[0]
+        until(lambda: site.webhook.received("MemreclaimRanksMissing", "resolved", model_name="tiny"))
+        assert len(ask(site.prometheus, 'up{job="memreclaim"} == 1')) == 2
 
 
 def _numbers(prometheus: str, expression: str) -> list[dict[str, Any]]:
