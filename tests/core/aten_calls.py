@@ -15,9 +15,13 @@ if TYPE_CHECKING:
 
     from torch._ops import OpOverload
 
-METADATA = frozenset({"stride", "sym_stride", "is_contiguous", "is_non_overlapping_and_dense"})
+METADATA = frozenset(
+    {"_debug_has_internal_overlap", "stride", "sym_stride", "is_contiguous", "is_non_overlapping_and_dense"}
+)
 """Operators that tell a tensor's strides, which are 0 for a tag."""
-UNDEFINED = frozenset({"empty", "_embedding_bag", "empty_like", "new_empty", "new_empty_strided", "empty_strided", "empty_permuted"})
+UNDEFINED = frozenset(
+    {"empty", "_embedding_bag", "empty_like", "new_empty", "new_empty_strided", "empty_strided", "empty_permuted"}
+)
 """Operators whose result has no defined values; only its metadata can be compared."""
 UNTRIED = METADATA | frozenset({
     "set_",  # borrows storage
@@ -28,7 +32,10 @@ UNTRIED = METADATA | frozenset({
     "_fused_adagrad", "_fused_adagrad_", "_fused_sgd", "_fused_sgd_", "_nnpack_spatial_convolution",
     "_transform_bias_rescale_qkv", "_add_batch_dim", "_remove_batch_dim",
 })  # fmt: skip
-"""The last line: operators that trust their arguments, and end the process (torch 2.13) where those do not belong together."""
+"""The last line: operators that trust their arguments.
+
+And end the process (torch 2.13) where those do not belong together.
+"""
 SUBJECTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "whole": lambda weight: weight,
     "grouped": lambda weight: weight.view(2, -1, weight.shape[-1]),
@@ -65,7 +72,7 @@ class Call:
         """Whether the result's values are defined."""
         return self.func._schema.name.removeprefix("aten::") not in UNDEFINED
 
-    def run(self, weight: torch.Tensor) -> Any:  # noqa: ANN401
+    def run(self, weight: torch.Tensor) -> Any:
         """Run it with ``weight``, the same arguments each time."""
         torch.manual_seed(0)
         args, kwargs = _arguments(self, SUBJECTS[self.subject](weight))
@@ -121,7 +128,7 @@ def _first_that_runs(
     return None
 
 
-def _is_tensor(argument: Any) -> bool:  # noqa: ANN401
+def _is_tensor(argument: Any) -> bool:
     return "Tensor" in str(argument.type)
 
 
@@ -184,7 +191,7 @@ _BY_TYPE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _value(kind: str, name: str, subject: torch.Tensor, choice: int) -> Any:  # noqa: ANN401
+def _value(kind: str, name: str, subject: torch.Tensor, choice: int) -> Any:
     if "Tensor" in kind:
         other = _OTHERS[choice](subject)
         return [other, other] if "List" in kind else other

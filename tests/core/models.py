@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 
@@ -9,6 +11,9 @@ import memreclaim as mr
 from memreclaim import discover, swap
 from memreclaim.backing import Backing
 from memreclaim.config import Mode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 GROUPS, RANK, DEPTH = 2, 64, 96
 
@@ -28,7 +33,10 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 def exact_weight(
     groups: int = GROUPS, rank: int = RANK, depth: int = DEPTH, *, seed: int = 0, low: int = 115, high: int = 126
 ) -> torch.Tensor:
-    """bf16 ``[G*R, D]`` of random e4m3 codes and exponent bytes ``low..high``, as an engine loads it from a checkpoint."""
+    """bf16 ``[G*R, D]`` of random e4m3 codes and exponent bytes ``low..high``.
+
+    As an engine loads it from a checkpoint.
+    """
     codes, scales = checkpoint_bytes(groups, rank, depth, seed=seed, low=low, high=high)
     factors = scales.float().repeat_interleave(32, 0).repeat_interleave(32, 1)
     return (codes.float() * factors).to(torch.bfloat16)
@@ -97,10 +105,19 @@ def reclaimed(weight: torch.Tensor, groups: int = GROUPS) -> Attention:
 
 def drop(layer: nn.Module) -> Backing:
     """Swap the one ``wo_a`` of ``layer`` for a tag."""
+    return _swap(layer, swap.drop)
+
+
+def shadow(layer: nn.Module) -> Backing:
+    """Serve the one ``wo_a`` of ``layer`` from its twin, with the bf16 weight kept."""
+    return _swap(layer, swap.shadow)
+
+
+def _swap(layer: nn.Module, how: Callable[[discover.Candidate, Backing], None]) -> Backing:
     (candidate,) = discover.discover(layer)
     twin = mr.build_twin(candidate.sites[0].get(), groups=candidate.groups)
     backing = Backing(candidate.name, twin, swap.ModelHome(candidate.sites, lambda: None))
-    swap.drop(candidate, backing)
+    how(candidate, backing)
     return backing
 
 

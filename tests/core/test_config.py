@@ -20,8 +20,10 @@ def test_defaults_of_the_environment() -> None:
 def test_every_setting() -> None:
     """Each variable reaches its field."""
     settings = mr.Settings.from_env({
-        "MEMRECLAIM": "on", "MEMRECLAIM_NUMERICS": "fused", "MEMRECLAIM_TARGETS": "wo_a, kv_b", "MEMRECLAIM_DRAFT": "off",
-        "MEMRECLAIM_ON_MISMATCH": "abort", "MEMRECLAIM_HTTP": "[::1]:8080", "MEMRECLAIM_LOG_FORMAT": "json", "PATH": "x",
+        "MEMRECLAIM": "on", "MEMRECLAIM_NUMERICS": "fused",
+        "MEMRECLAIM_TARGETS": "wo_a, kv_b", "MEMRECLAIM_DRAFT": "off",
+        "MEMRECLAIM_ON_MISMATCH": "abort", "MEMRECLAIM_HTTP": "[::1]:8080",
+        "MEMRECLAIM_LOG_FORMAT": "json", "PATH": "x",
     })  # fmt: skip
     assert settings == mr.Settings(
         Mode.ON, Numerics.FUSED, ("wo_a", "kv_b"), draft=False, on_mismatch=OnMismatch.ABORT, http=("::1", 8080),
@@ -32,10 +34,13 @@ def test_every_setting() -> None:
 @pytest.mark.parametrize(
     ("variable", "value"),
     [
-        ("MEMRECLAIM", "ON"), ("MEMRECLAIM", ""), ("MEMRECLAIM", "1"), ("MEMRECLAIM_NUMERICS", "exact"), ("MEMRECLAIM_TARGETS", ""),
+        ("MEMRECLAIM", "ON"), ("MEMRECLAIM", ""),
+        ("MEMRECLAIM", "1"), ("MEMRECLAIM_NUMERICS", "exact"), ("MEMRECLAIM_TARGETS", ""),
         ("MEMRECLAIM_TARGETS", "wo_a,,b"), ("MEMRECLAIM_TARGETS", "wo-a"), ("MEMRECLAIM_DRAFT", "true"),
-        ("MEMRECLAIM_ON_MISMATCH", "die"), ("MEMRECLAIM_HTTP", "8080"), ("MEMRECLAIM_HTTP", "host:"), ("MEMRECLAIM_HTTP", ":80"),
-        ("MEMRECLAIM_HTTP", "host:65536"), ("MEMRECLAIM_HTTP", "host:-1"), ("MEMRECLAIM_HTTP", "host:٣"), ("MEMRECLAIM_LOG_FORMAT", "xml"),
+        ("MEMRECLAIM_ON_MISMATCH", "die"), ("MEMRECLAIM_HTTP", "8080"),
+        ("MEMRECLAIM_HTTP", "host:"), ("MEMRECLAIM_HTTP", ":80"),
+        ("MEMRECLAIM_HTTP", "host:65536"), ("MEMRECLAIM_HTTP", "host:-1"),
+        ("MEMRECLAIM_HTTP", "host:٣"), ("MEMRECLAIM_LOG_FORMAT", "xml"),
         ("MEMRECLAIM_NUMERIC", "fused"), ("MEMRECLAIM_", "x"),
     ],
 )  # fmt: skip
@@ -46,7 +51,11 @@ def test_bad_values_name_the_variable(variable: str, value: str) -> None:
     assert caught.value.variable == variable
 
 
-@given(st.dictionaries(st.sampled_from(["MEMRECLAIM", "MEMRECLAIM_HTTP", "MEMRECLAIM_TARGETS", "MEMRECLAIM_X"]), st.text(max_size=12)))
+@given(
+    st.dictionaries(
+        st.sampled_from(["MEMRECLAIM", "MEMRECLAIM_HTTP", "MEMRECLAIM_TARGETS", "MEMRECLAIM_X"]), st.text(max_size=12)
+    )
+)
 def test_any_environment_is_read_or_refused(environ: dict[str, str]) -> None:
     """Whatever is in the variables, the answer is settings or a ``ConfigError`` that names one of them."""
     try:
@@ -57,7 +66,9 @@ def test_any_environment_is_read_or_refused(environ: dict[str, str]) -> None:
         assert isinstance(settings, mr.Settings)
 
 
-@pytest.mark.parametrize("bad", [{"mode": "maybe"}, {"numerics": "close"}, {"on_mismatch": "x"}, {"log_format": "x"}, {"targets": ()}])
+@pytest.mark.parametrize(
+    "bad", [{"mode": "maybe"}, {"numerics": "close"}, {"on_mismatch": "x"}, {"log_format": "x"}, {"targets": ()}]
+)
 def test_bad_arguments_are_refused(bad: dict[str, object]) -> None:
     """The constructor refuses what the environment does."""
     with pytest.raises(mr.ConfigError, match=next(iter(bad))):

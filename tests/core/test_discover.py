@@ -27,7 +27,8 @@ def test_every_target_in_module_order() -> None:
 
 @pytest.mark.parametrize(
     ("attributes", "rows", "groups"),
-    [({}, 2048, 2), ({"o_lora_rank": 64}, 128, 2), ({"n_local_groups": 4, "o_lora_rank": 64}, 128, 4), ({"n_local_groups": 1}, 128, 1)],
+    [({}, 2048, 2), ({"o_lora_rank": 64}, 128, 2), ({"n_local_groups": 4, "o_lora_rank": 64}, 128, 4),
+     ({"n_local_groups": 1}, 128, 1)],
 )  # fmt: skip
 def test_group_count(attributes: dict[str, int], rows: int, groups: int) -> None:
     """Case 16: G is ``n_local_groups``, or rows by ``o_lora_rank``, or rows by 1024."""
@@ -43,7 +44,10 @@ def test_a_three_dimensional_weight_brings_its_groups() -> None:
     weight = exact_weight(2, 64, 96).view(2, 64, 96).clone()
     model = Stack(Attention(weight.clone()))
     assert reclaimer().reclaim(model).count(mr.State.RECLAIMED) == 1
-    assert (model.layers[0].wo_a.weight.shape, same_bits(model.layers[0].wo_a.weight.clone(), weight)) == ((2, 64, 96), True)
+    assert (model.layers[0].wo_a.weight.shape, same_bits(model.layers[0].wo_a.weight.clone(), weight)) == (
+        (2, 64, 96),
+        True,
+    )
 
 
 REFUSALS: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
@@ -73,12 +77,14 @@ def test_refusals_keep_the_very_weight(kind: str) -> None:
     weight = model.layers[0].wo_a.weight
     before = weight.detach().clone()
     report = rec.reclaim(model)
-    assert [(layer.state.value, layer.reason.value, layer.gross_bytes, layer.twin_bytes) for layer in report.layers] == [
-        ("kept", reason, 0, 0)
-    ]
+    assert [
+        (layer.state.value, layer.reason.value, layer.gross_bytes, layer.twin_bytes) for layer in report.layers
+    ] == [("kept", reason, 0, 0)]
     assert model.layers[0].wo_a.weight is weight
     if weight.device.type != "meta":
-        assert same_bits(weight.view(torch.uint8) if kind == "fp8" else weight, before.view(torch.uint8) if kind == "fp8" else before)
+        assert same_bits(
+            weight.view(torch.uint8) if kind == "fp8" else weight, before.view(torch.uint8) if kind == "fp8" else before
+        )
     rec.check_integrity()
 
 

@@ -26,7 +26,10 @@ def test_one_line_at_info_for_each_operation(caplog: pytest.LogCaptureFixture) -
         rec.reclaim(model)
         rec.restore(model)
     told = records(caplog)
-    assert [(level, fields["event"]) for level, fields in told] == [("INFO", "weights_reclaimed"), ("INFO", "weights_restored")]
+    assert [(level, fields["event"]) for level, fields in told] == [
+        ("INFO", "weights_reclaimed"),
+        ("INFO", "weights_restored"),
+    ]
     assert (told[0][1]["reclaimed"], told[0][1]["gross_bytes"]) == (2, 2 * 24576)
     assert "weights_reclaimed layers=2 reclaimed=2 kept=0 gross_bytes=49152" in caplog.text
 
@@ -36,7 +39,11 @@ def test_a_mismatch_is_a_warning_and_policy_is_not(caplog: pytest.LogCaptureFixt
     model = Stack(Attention(torch.randn((128, 96)).to(torch.bfloat16)), Attention(torch.zeros((128, 96))))
     with caplog.at_level(logging.DEBUG, events.LOGGER):
         reclaimer().reclaim(model)
-    kept = [(level, fields["reason"], fields["layer"]) for level, fields in records(caplog) if fields["event"] == "layer_kept"]
+    kept = [
+        (level, fields["reason"], fields["layer"])
+        for level, fields in records(caplog)
+        if fields["event"] == "layer_kept"
+    ]
     assert kept == [("WARNING", "mismatch", "layers.0.wo_a"), ("DEBUG", "dtype", "layers.1.wo_a")]
 
 

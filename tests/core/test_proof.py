@@ -17,7 +17,7 @@ pytestmark = pytest.mark.cpu
 def test_an_exact_twin_is_proven(groups: int, device: torch.device) -> None:
     """Case 1: nothing differs, and every element was compared."""
     weight = exact_weight(groups, 64, 96).to(device)
-    assert mr.prove(mr.build_twin(weight, groups=groups), weight) == mr.Proof(True, groups * 64 * 96, 0, None)  # noqa: FBT003
+    assert mr.prove(mr.build_twin(weight, groups=groups), weight) == mr.Proof(True, groups * 64 * 96, 0, None)
 
 
 @pytest.mark.parametrize(("there", "here"), [(0.0, -0.0), (-0.0, 0.0)])
@@ -44,7 +44,7 @@ def test_nan_in_the_weight_is_a_mismatch() -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(st.sets(st.integers(0, 2 * 64 * 96 - 1), min_size=1, max_size=20), st.integers(1, 0xFFFF), st.booleans())
-def test_any_flipped_bits_are_counted_and_the_first_is_named(places: set[int], flip: int, grouped: bool) -> None:  # noqa: FBT001
+def test_any_flipped_bits_are_counted_and_the_first_is_named(places: set[int], flip: int, grouped: bool) -> None:
     """Case 6: however few bits differ, the proof counts the elements and names the first in the weight's own shape."""
     weight = exact_weight(2, 64, 96)
     if grouped:
@@ -75,7 +75,8 @@ def test_the_message_names_both_values() -> None:
 @pytest.mark.parametrize(
     "weight",
     [
-        torch.zeros((64, 96), dtype=torch.bfloat16), torch.zeros((128, 96)), torch.zeros((96, 128), dtype=torch.bfloat16).t(),
+        torch.zeros((64, 96), dtype=torch.bfloat16), torch.zeros((128, 96)),
+        torch.zeros((96, 128), dtype=torch.bfloat16).t(),
         torch.zeros((4, 32, 96), dtype=torch.bfloat16), torch.zeros((96, 128), dtype=torch.bfloat16),
     ],
 )  # fmt: skip

@@ -1,4 +1,7 @@
-"""Many threads: serving, reading and writing while layers are reclaimed and restored, never a wrong bit, no account lost."""
+"""Many threads: serving, reading and writing while layers are reclaimed and restored, never a wrong bit.
+
+No account lost.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 from core.models import Stack, activations, exact_weight, reclaimer, same_bits, stack
 
 import memreclaim as mr
@@ -90,7 +92,7 @@ def test_writers_and_a_reclaimer_at_once() -> None:
     """Cases 19, 28: a value that a thread wrote through the model is there afterwards, reclaimed or not."""
     model, rec = stack(2), reclaimer()
     weights = [layer.wo_a.weight.detach().clone() for layer in model.layers]
-    # Each thread owns a row and writes values that e4m3 holds at the block's scale: what another thread did may not hide it.
+    # Each thread owns a row and writes values that e4m3 holds at the block's scale, so that layers can be reclaimed.
     values = [float(weights[0][row].abs().max()) for row in range(3)]
 
     def write(row: int) -> None:
@@ -119,7 +121,9 @@ def test_two_reclaimers_on_one_model() -> None:
     one.check_integrity()
     two.check_integrity()
     booked = sum(layer.gross_bytes for rec in (one, two) for layer in rec.ledger.layers())
-    released = sum(weight.nbytes for weight, layer in zip(expected, model.layers, strict=True) if mr.is_tag(layer.wo_a.weight))
+    released = sum(
+        weight.nbytes for weight, layer in zip(expected, model.layers, strict=True) if mr.is_tag(layer.wo_a.weight)
+    )
     assert booked == released
     for layer, weight in zip(model.layers, expected, strict=True):
         assert same_bits(layer.wo_a.weight.clone(), weight)
@@ -137,7 +141,7 @@ def at(monkeypatch: pytest.MonkeyPatch, step: str, action: Callable[[], object])
     """Run ``action`` in another thread when the swap reaches ``step`` for the first time."""
     real, threads = getattr(swap, step), []
 
-    def reached(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def reached(*args: Any, **kwargs: Any) -> Any:
         if not threads:
             threads.append(threading.Thread(target=action))
             threads[0].start()
@@ -189,7 +193,10 @@ def test_readers_in_the_middle_of_a_swap(monkeypatch: pytest.MonkeyPatch, step: 
 
 
 def test_load_state_dict_while_serving() -> None:
-    """Case 27: a reload under load gives old or new rows of outputs, never anything else, and the layer is proven anew."""
+    """Case 27: a reload under load gives old or new rows of outputs, never anything else.
+
+    And the layer is proven anew.
+    """
     model, rec = Stack(*stack(1).layers), reclaimer()
     o = activations(2)
     old, new = model.layers[0].wo_a.weight.detach().clone(), exact_weight(seed=8)

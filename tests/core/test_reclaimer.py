@@ -33,7 +33,7 @@ class LiveBytes(TorchDispatchMode):
         self.live = self.peak = 0
         self._known: set[int] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator and note new storages."""
         del types
         result = func(*args, **(kwargs or {}))
@@ -219,7 +219,9 @@ def test_the_ledger_notices_a_lie() -> None:
 class Pool:
     """A KV pool by the protocol."""
 
-    def __init__(self, bytes_per_token: float = 100.5, limited_by: str = "memory", share: float = 1.0, error: str = "") -> None:
+    def __init__(
+        self, bytes_per_token: float = 100.5, limited_by: str = "memory", share: float = 1.0, error: str = ""
+    ) -> None:
         """``share`` of the bytes can be used; ``error`` is what growing and shrinking fail with."""
         self.capacity_tokens, self.bytes_per_token, self.limited_by = 1000, bytes_per_token, limited_by
         self.share, self.error, self.asked = share, error, []

@@ -37,7 +37,9 @@ def test_row_strides(rows: int, extra: int) -> None:
     assert same_bits(mr.grouped_projection(o, reclaimed(WEIGHT).wo_a.weight), Attention(WEIGHT)(o.clone()))
 
 
-@pytest.mark.parametrize(("groups", "rank", "depth"), [(1, 32, 32), (3, 96, 64), (2, 256, 32), (8, 32, 160), (4, 64, 512)])
+@pytest.mark.parametrize(
+    ("groups", "rank", "depth"), [(1, 32, 32), (3, 96, 64), (2, 256, 32), (8, 32, 160), (4, 64, 512)]
+)
 def test_other_ranks_and_depths(groups: int, rank: int, depth: int) -> None:
     """Case 13: any multiples of 32 are served."""
     weight, o = exact_weight(groups, rank, depth), activations(3, groups, depth)
@@ -68,7 +70,14 @@ def test_unknown_phases_are_refused(phase: str) -> None:
         mr.grouped_projection(activations(1), WEIGHT, phase=phase)
 
 
-@pytest.mark.parametrize("o", [torch.zeros((3, 4, 96), dtype=torch.bfloat16), torch.zeros((3, 2, 64), dtype=torch.bfloat16), torch.zeros((3, 2, 96))])
+@pytest.mark.parametrize(
+    "o",
+    [
+        torch.zeros((3, 4, 96), dtype=torch.bfloat16),
+        torch.zeros((3, 2, 64), dtype=torch.bfloat16),
+        torch.zeros((3, 2, 96)),
+    ],
+)
 def test_activations_that_do_not_fit(o: torch.Tensor) -> None:
     """Wrong groups, depth or dtype raise and serve nothing."""
     with pytest.raises(ValueError, match="activations must be"):
@@ -81,4 +90,6 @@ def test_a_raw_numerics_word_goes_with_the_tag() -> None:
     layer.wo_a.weight.memreclaim_backing.numerics = "fused"
     o = activations(7)
     assert same_bits(layer(o), Attention(WEIGHT)(o))
-    assert torch.allclose(mr.grouped_projection(o, layer.wo_a.weight).float(), Attention(WEIGHT)(o).float(), rtol=2e-2, atol=1e-2)
+    assert torch.allclose(
+        mr.grouped_projection(o, layer.wo_a.weight).float(), Attention(WEIGHT)(o).float(), rtol=2e-2, atol=1e-2
+    )

@@ -20,7 +20,15 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.cpu
 
-STEPS = ("make_tag", "_put", "_synchronize", "_wait_for_sole_ownership", "proof.demand", "StorageWeakRef", "_rebuilders")
+STEPS = (
+    "make_tag",
+    "_put",
+    "_synchronize",
+    "_wait_for_sole_ownership",
+    "proof.demand",
+    "StorageWeakRef",
+    "_rebuilders",
+)
 
 
 def fail_once(monkeypatch: pytest.MonkeyPatch, step: str, error: type[BaseException]) -> None:
@@ -29,7 +37,7 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, step: str, error: type[BaseExcept
     name = step.removeprefix("proof.")
     real, calls = getattr(holder, name), []
 
-    def failing(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def failing(*args: Any, **kwargs: Any) -> Any:
         calls.append(name)
         if len(calls) == 1:
             if name == "_put":
@@ -46,7 +54,10 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, step: str, error: type[BaseExcept
 def test_a_failure_at_any_step_puts_the_same_parameters_back(
     monkeypatch: pytest.MonkeyPatch, step: str, error: type[BaseException], mode: str
 ) -> None:
-    """Case 33: the layer that failed has its own objects again, the one before it stays reclaimed, the ledger agrees."""
+    """Case 33: the layer that failed has its own objects again, the one before it stays reclaimed.
+
+    The ledger agrees.
+    """
     if mode == "twin" and step in ("StorageWeakRef", "_rebuilders"):
         pytest.skip("nothing is released in twin mode")
     model, rec = stack(2), reclaimer(mode)
@@ -79,7 +90,7 @@ def test_interrupt_between_two_layers() -> None:
             raise KeyboardInterrupt
         return real(weight, **kwargs)
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):  # noqa: PT012
         patch.setattr("memreclaim.reclaimer.build_twin", interrupted)
         rec.reclaim(model)
     rec.check_integrity()
@@ -173,7 +184,10 @@ def tied_storage() -> Stack:
 
 @pytest.mark.parametrize("tie", [tied_modules, tied_parameters, tied_storage])
 def test_a_tied_weight_is_dropped_once_and_served_twice(tie: Callable[[], Stack]) -> None:
-    """Case 21: one weight in two layers is one report line, and both layers are served, written and restored together."""
+    """Case 21: one weight in two layers is one report line, and both layers are served.
+
+    Written and restored together.
+    """
     model, rec = tie(), reclaimer()
     expected = model.layers[0].wo_a.weight.detach().clone()
     same_object = model.layers[0].wo_a.weight is model.layers[1].wo_a.weight
@@ -221,7 +235,10 @@ def test_the_storage_is_gone_after_a_drop() -> None:
 
 
 def test_a_write_between_proof_and_release_is_never_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Case 28: somebody who got hold of the weight writes it after the first proof: the layer is kept with his values."""
+    """Case 28: somebody who got hold of the weight writes it after the first proof.
+
+    The layer is kept with his values.
+    """
     model, rec = stack(1), reclaimer()
     real = swap._put
     weight = weakref.ref(model.layers[0].wo_a.weight)
@@ -242,13 +259,16 @@ def test_a_write_between_proof_and_release_is_never_lost(monkeypatch: pytest.Mon
 
 
 def test_a_reader_that_takes_the_weight_during_the_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Case 22: a reference that appears after the ownership check gets the storage back alive, and nothing is claimed."""
+    """Case 22: a reference that appears after the ownership check gets the storage back alive.
+
+    And nothing is claimed.
+    """
     model, rec = stack(1), reclaimer()
     expected = model.layers[0].wo_a.weight.detach().clone()
     model.layers[0].wo_a.weight.loader = "kept"
     real, grabbed = swap._rebuilders, []
 
-    def grab(held: list[nn.Parameter]) -> Any:  # noqa: ANN401
+    def grab(held: list[nn.Parameter]) -> Any:
         grabbed.append(held[0].data)
         return real(held)
 
@@ -289,7 +309,7 @@ class EngineParameter(nn.Parameter):
 
 
 @pytest.mark.parametrize("trains", [False, True])
-def test_class_attributes_and_name_survive(trains: bool) -> None:  # noqa: FBT001
+def test_class_attributes_and_name_survive(trains: bool) -> None:
     """Case 20: class checks, methods, attributes, ``requires_grad`` and names are the weight's, tagged and restored."""
     weight = EngineParameter(exact_weight(), requires_grad=trains)
     weight.output_dim = 0
@@ -313,7 +333,7 @@ def test_class_attributes_and_name_survive(trains: bool) -> None:  # noqa: FBT00
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_reclaim_in_inference_mode_and_use_outside(inference: bool) -> None:  # noqa: FBT001
+def test_reclaim_in_inference_mode_and_use_outside(inference: bool) -> None:
     """Cases 19, 20: what is swapped in inference mode serves, is written and is trained outside of it."""
     with torch.inference_mode(inference):
         layer = reclaimed(exact_weight())
@@ -352,7 +372,7 @@ def test_no_memory_for_a_restore_leaves_the_twin_serving(monkeypatch: pytest.Mon
     model, rec = stack(1), reclaimer()
     expected = model.layers[0].wo_a.weight.detach().clone()
     rec.reclaim(model)
-    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):  # noqa: PT012
         patch.setattr(mr.Twin, "dequantize", lambda _: (_ for _ in ()).throw(MemoryError))
         model.layers[0].wo_a.weight.fill_(0)
     assert mr.is_tag(model.layers[0].wo_a.weight)

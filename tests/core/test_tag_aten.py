@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from core import aten_calls
-from core.models import Attention, exact_weight, drop, same_bits
+from core.models import Attention, drop, exact_weight, same_bits, shadow
 from torch.utils import _pytree as pytree
 
 import memreclaim as mr
@@ -29,13 +29,16 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
-def fresh(trains: bool) -> tuple[Attention, Attention]:  # noqa: FBT001
-    """The same layer plain and as a tag."""
+def fresh(state: str, *, trains: bool = False) -> tuple[Attention, Attention, torch.Tensor]:
+    """The same layer plain and as a tag, and the tag: dropped, kept in twin mode, or outlived by a restored weight."""
     plain, layer = Attention(WEIGHT.clone()), Attention(WEIGHT.clone())
     for one in (plain, layer):
         one.wo_a.weight.requires_grad_(trains)
-    drop(layer)
-    return plain, layer
+    (drop if state != "twin" else shadow)(layer)
+    tag = layer.wo_a.weight
+    if state == "restored":
+        tag.memreclaim_backing.make_dense()
+    return plain, layer, tag
 
 
 @pytest.fixture(scope="module")
@@ -44,25 +47,25 @@ def calls() -> list[aten_calls.Call]:
     return list(aten_calls.runnable(WEIGHT))
 
 
-def outcome(call: aten_calls.Call, layer: Attention) -> Any:  # noqa: ANN401
+def outcome(call: aten_calls.Call, weight: torch.Tensor) -> Any:
     """What a call returns or raises."""
     try:
-        return call.run(layer.wo_a.weight)
+        return call.run(weight)
     except (mr.MemreclaimError, RuntimeError, ValueError, TypeError, IndexError) as error:
         return error
 
 
-def difference(call: aten_calls.Call, plain: Attention, layer: Attention) -> str | None:
+def difference(call: aten_calls.Call, plain: Attention, layer: Attention, tag: torch.Tensor) -> str | None:
     """How a tag's answer, and the layer after it, differ from the plain weight's."""
     before = plain.wo_a.weight.detach().clone()
-    expected, actual = outcome(call, plain), outcome(call, layer)
+    expected, actual = outcome(call, plain.wo_a.weight), outcome(call, tag)
     if isinstance(expected, Exception):
         return None
     if isinstance(actual, mr.TagAccessError):
         return None if same_bits(layer.wo_a.weight.detach().clone(), before) else "refused, and changed"
     if isinstance(actual, Exception):
         return f"raised {type(actual).__name__}: {str(actual)[:150]}"
-    told = _compare(call, pytree.tree_leaves(expected), pytree.tree_leaves(actual)) if call.is_defined else None
+    told = _compare(pytree.tree_leaves(expected), pytree.tree_leaves(actual)) if call.is_defined else None
     if told is not None:
         return told
     after = plain.wo_a.weight
@@ -71,7 +74,7 @@ def difference(call: aten_calls.Call, plain: Attention, layer: Attention) -> str
     return "written without being restored" if mr.is_tag(layer.wo_a.weight) and not same_bits(after, before) else None
 
 
-def _compare(call: aten_calls.Call, expected: list[Any], actual: list[Any]) -> str | None:
+def _compare(expected: list[Any], actual: list[Any]) -> str | None:
     if len(expected) != len(actual):
         return f"{len(actual)} results instead of {len(expected)}"
     for one, other in zip(expected, actual, strict=True):
@@ -88,18 +91,29 @@ def _compare(call: aten_calls.Call, expected: list[Any], actual: list[Any]) -> s
     return None
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "state", "step"),
+    # The first two answer differently for composite operators; of the others, a fifth of the operators is enough.
+    [
+        ("no_grad", "dropped", 1),
+        ("inference", "dropped", 1),
+        ("grad", "dropped", 5),
+        ("no_grad", "twin", 5),
+        ("inference", "restored", 5),
+    ],
+)
 def test_every_operator_gives_the_plain_weights_bits_or_names_the_layer(
-    calls: list[aten_calls.Call], mode: str
+    calls: list[aten_calls.Call], mode: str, state: str, step: int
 ) -> None:
-    """Cases 18, 19: reads are exact and writes restore the layer, whichever operator of aten it is."""
-    assert len(calls) > 1000
+    """Cases 18, 19, 28: reads are exact and writes reach the layer, whichever operator of aten it is."""
+    assert len(calls) > 1500
     differences = {}
-    trains = mode == "grad"
-    plain, layer = fresh(trains)
-    with MODES[mode]():
-        for call in calls:
-            differences[call.name] = difference(call, plain, layer)
-            if call.writes or differences[call.name]:
-                plain, layer = fresh(trains)
-    assert {name: told for name, told in differences.items() if told} == {}
+    plain, layer, tag = fresh(state, trains=mode == "grad")
+    for call in calls[::step]:
+        with MODES[mode]():
+            told = difference(call, plain, layer, tag)
+        if told:
+            differences[call.name] = told
+        if call.writes or told:
+            plain, layer, tag = fresh(state, trains=mode == "grad")
+    assert differences == {}

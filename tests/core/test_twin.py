@@ -23,7 +23,10 @@ EVERY_PROPERTY = settings(max_examples=60, deadline=None)
 
 
 def decoded(codes: torch.Tensor, exponents: np.ndarray) -> torch.Tensor:
-    """What an engine computes, by numpy and ml_dtypes: ``bf16(float(code) * float(scale))``, in float64 so that it rounds once."""
+    """What an engine computes, by numpy and ml_dtypes: ``bf16(float(code) * float(scale))``.
+
+    In float64 so that it rounds once.
+    """
     values = codes.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn).astype(np.float64)
     factors = np.ldexp(1.0, exponents.astype(np.int64) - 127)
     block = values.shape[0] // factors.shape[0]
@@ -94,7 +97,7 @@ def test_codes_come_back_in_natural_order() -> None:
 
 @pytest.mark.parametrize("as_float", [False, True])
 @pytest.mark.parametrize("block", [32, 128])
-def test_block_sizes_and_scale_dtypes(block: int, as_float: bool) -> None:  # noqa: FBT001
+def test_block_sizes_and_scale_dtypes(block: int, as_float: bool) -> None:
     """Case 8: 128x128 scales become 32x32 exponents, and power-of-two fp32 scales are the same scales."""
     codes, _ = checkpoint_bytes(2, 128, 256)
     exponents = torch.randint(0, 200, (256 // block, 256 // block), dtype=torch.uint8)
@@ -274,13 +277,16 @@ def test_any_block_of_codes_is_found_again(data: st.DataObject) -> None:
 @EVERY_PROPERTY
 @given(st.lists(st.tuples(st.integers(0, 1023), st.integers(0, 0xFFFF)), max_size=12), st.integers(0, 2**31))
 def test_a_twin_is_exact_or_refused_for_any_bits(changes: list[tuple[int, int]], seed: int) -> None:
-    """Cases 2, 3, 6: with any bit patterns put anywhere, a twin decodes to the weight or is refused for the right reason."""
+    """Cases 2, 3, 6: with any bit patterns put anywhere.
+
+    A twin decodes to the weight or is refused for the right reason.
+    """
     weight = exact_weight(1, 32, 32, seed=seed)
     for place, pattern in changes:
         weight.view(-1)[place] = bf16(pattern)
     try:
         twin = mr.build_twin(weight)
     except mr.NotExact as error:
-        assert (error.reason is mr.Reason.NOT_FINITE) == (not bool(weight.isfinite().all()))
+        assert (error.reason is mr.Reason.NOT_FINITE) == (not bool(weight.isfinite().all()))  # noqa: PT017
     else:
         assert same_bits(twin.dequantize(), weight)

@@ -157,6 +157,9 @@ def test_the_session_notes_the_pool_when_the_engine_has_sized_it(
     monkeypatch.setattr(pool, "free_bytes", lambda _configurator: BUDGET)
     shares = SimpleNamespace(mem_fraction_static=0.9, prefill_max_requests=None, max_mamba_cache_size=None)
     monkeypatch.setattr(configurator, "get_schedule", lambda: shares)
+    prefill = SimpleNamespace(full_prefill_max_req=None, backend=None)
+    graphs = SimpleNamespace(cuda_graph_config=SimpleNamespace(prefill=prefill))
+    monkeypatch.setattr(configurator, "get_exec", lambda: SimpleNamespace(graph=graphs))
     profile = configurator.KVCacheConfigurator._profile_available_bytes
     fake = SimpleNamespace(
         device="cpu",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import urllib.request
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +13,9 @@ import torch
 from sglang_engine import DEPTH, GROUPS, RANK, activations, checkpoint, copies, weights
 
 from memreclaim import Reason, State, counters, is_tag
+from memreclaim.agree import Agreement
 from memreclaim.engines import base
-from memreclaim.engines.sglang import hooks, session
+from memreclaim.engines.sglang import hooks, rank_service, session
 from memreclaim.engines.sglang.adapter import SGLangAdapter
 
 if TYPE_CHECKING:
@@ -88,15 +91,28 @@ def test_the_real_dispatch_gives_the_stock_bits(
     assert differing == []
 
 
-def test_twins_go_into_the_weights_region_and_the_engines_book_is_corrected(
+def test_twins_go_into_the_weights_region(
     engine: Engine, start: Callable[..., Session], load: Callable[..., Any]
 ) -> None:
-    """A pause must release twins too, and the log of weight memory must be true."""
-    here = start()
+    """A pause must release twins too."""
+    start()
     runner = load(engine.target())
 
     assert runner.memory_saver_adapter.regions == [("weights", False)]
-    assert runner.weight_load_mem_usage <= -here.reports["target"].net_bytes / (1 << 30) + 0.5
+
+
+def test_the_engines_book_of_weight_memory_is_corrected(
+    engine: Engine, start: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It keeps GiB, and what came back counts up again."""
+    here = start()
+    runner = engine.runner(engine.target(), monkeypatch, weight_load_mem_usage=2.0)
+    adapter = SGLangAdapter(runner, here.line)
+
+    adapter.released(1 << 29)
+    assert runner.weight_load_mem_usage == 1.5
+    adapter.released(-(1 << 28))
+    assert runner.weight_load_mem_usage == 1.75
 
 
 def test_twin_mode_serves_and_keeps_the_weight(
@@ -332,6 +348,77 @@ def test_forward_of_the_real_attention_layer_keeps_its_bits(
     assert is_tag(layer.wo_a.weight)
     assert torch.equal(ours.view(torch.int16), stock.view(torch.int16))
     assert sum(counters.calls.snapshot().values()) == calls + 1
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_forward_of_the_real_draft_attention_keeps_its_bits(
+    engine: Engine, start: Callable[..., Session], load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, fast: bool
+) -> None:
+    """``DSparkAttention.forward``: the shared dispatch, or its own einsum in float32 without the fast kernel."""
+    start()
+    model = engine.draft()
+    layer = model.stages[0].self_attn
+    layer._use_fast_kernel = fast
+    rows = 4
+    o = torch.randn(rows, layer.n_local_heads, layer.head_dim)
+    backend = SimpleNamespace(forward=lambda **_: o.clone())
+    context = importlib.import_module("sglang.srt.model_executor.forward_context")
+    monkeypatch.setattr(context, "get_attn_backend", lambda: backend)
+    monkeypatch.setattr(engine.dspark, "_resolve_dspark_pool", lambda: SimpleNamespace(uniform_fp8=False))
+    monkeypatch.setattr(engine.dspark, "fused_rope_inplace", lambda *_args, **_kwargs: None)
+    monkeypatch.setattr(engine.dspark, "apply_rotary_emb", lambda x, *_args, **_kwargs: x)
+    monkeypatch.setattr(type(layer), "_store_block_kv", lambda *_args, **_kwargs: None)
+    monkeypatch.setattr(type(layer), "_compute_q", lambda *_args, **_kwargs: o.clone())
+    monkeypatch.setattr(layer, "freqs_cis", torch.zeros(rows), raising=False)
+    forward_mode = importlib.import_module("sglang.srt.model_executor.forward_batch_info").ForwardMode
+    batch = SimpleNamespace(forward_mode=forward_mode.TARGET_VERIFY, batch_size=1)
+    hidden = torch.randn(rows, model.config.hidden_size)
+
+    def forward() -> torch.Tensor:
+        with torch.no_grad():
+            result = layer(torch.arange(rows), hidden, batch)
+        return result if isinstance(result, torch.Tensor) else result[0]
+
+    stock = forward()
+    load(model, draft=True)
+    ours = forward()
+
+    assert is_tag(layer.wo_a.weight)
+    assert torch.equal(ours.view(torch.int16), stock.view(torch.int16))
+
+
+@pytest.mark.usefixtures("engine")
+def test_ranks_can_agree_over_the_engines_own_group() -> None:
+    """The group that the engine made has a store, and its collectives are not touched."""
+    context = importlib.import_module("sglang.srt.runtime_context")
+    group = context.get_parallel().tp_group.cpu_group
+    agreement = Agreement(group, {"sglang": "0.5.23"}, "target", seconds=10)
+
+    assert agreement({"layer": None}) == {}
+    assert agreement.decision.go
+    assert agreement.share({"rank": 0}, "report") == [{"rank": 0}]
+
+
+def test_a_rank_serves_its_figures_and_works_while_the_scheduler_idles(
+    engine: Engine, start: Callable[..., Session], load: Callable[..., Any]
+) -> None:
+    """``MEMRECLAIM_HTTP`` starts the rank's service after the first reclaim; the desk is polled by ``on_idle``."""
+    here = start(http=("127.0.0.1", 0))
+    load(engine.target())
+    service = here.service
+    assert service is not None
+    try:
+        with urllib.request.urlopen(f"{service.url}/metrics", timeout=10) as answer:  # noqa: S310  http
+            text = answer.read().decode()
+        operation = service.desk.submit("audit")
+        rank_service.after_idle(None)
+        done = service.desk.find(operation.id)
+    finally:
+        service.close()
+
+    assert "memreclaim" in text
+    assert done is not None
+    assert done.status.value == "done", done.to_dict()
 
 
 def test_the_hooks_of_readers_are_named() -> None:

@@ -241,6 +241,23 @@ def test_save_sharded_model_writes_exact_values(rank: Rank, tmp_path: Path) -> N
         assert torch.equal(saved[f"{name}.weight"].view(torch.int16), bits)
 
 
+def test_get_weights_by_name_gives_exact_values(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real exporter; V4 has no method of that name, so the model is lent one as other models have it."""
+    module = importlib.import_module(f"{_COMPONENTS}.weight_exporter")
+
+    def by_name(model: torch.nn.Module, name: str, truncate_size: int, tp_size: int) -> list[list[float]]:
+        assert tp_size == 1
+        return model.get_parameter(name).cpu().to(torch.float32).numpy().tolist()[:truncate_size]
+
+    monkeypatch.setattr(type(rank.model), "get_weights_by_name", by_name, raising=False)
+    exporter = module.WeightExporter(
+        tp_rank=0, tp_size=1, gpu_id=0, get_model_path=lambda: "", get_model=lambda: rank.model
+    )
+
+    for name, value in copies(rank.model).items():
+        assert exporter.get_weights_by_name(f"{name}.weight", truncate_size=3) == value[:3].float().tolist()
+
+
 def test_the_weight_checker_sees_the_weights_it_saw_before(
     engine: Engine, start: Callable[..., Session], load: Callable[..., Any]
 ) -> None:

@@ -30,7 +30,8 @@ _MOST_CALLS = 16384
 """Calls of different shapes or flags that are remembered: a prefill may have any number of rows."""
 _calls: dict[Any, Served] = {}
 draft_twins: set[int] = set()
-"""``id`` of every twin of a draft model; the session keeps those twins alive."""
+"""``id`` of every twin of a draft model. It only names the phase of a call: an id that a later twin has again changes
+no plan, since decode, verify and draft are planned alike."""
 
 
 class Served(NamedTuple):

@@ -18,7 +18,7 @@ from memreclaim.backing import Backing
 from memreclaim.engines.sglang import dispatch, hooks
 from memreclaim.states import Reason
 from memreclaim.tag import make_tag
-from memreclaim_kernels import selfcheck
+from memreclaim_kernels import plan, selfcheck
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,7 +37,7 @@ _ROWS = (1, 2, 8, 9, 192, 193)
 _STOCK_SHAPE = (2, 1024, 4096)
 """The only weight shape that the engine's own kernels take."""
 _MOST_SMALL_ROWS = 8
-_PHASES: tuple[Phase, ...] = ("decode", "verify", "draft")
+_OTHER_PHASES: tuple[Phase, ...] = ("verify", "draft")
 _DECODE, _VERIFY, _PREFILL = {"is_decode": True}, {"is_decode": False, "is_target_verify": True}, {"is_decode": False}
 
 
@@ -130,5 +130,18 @@ def _verify_kernels(shape: WeightShape, device: torch.device) -> None:
         result: torch.Tensor = gemv(o, weight) if o.shape[0] == 1 else small(o, weight)
         return result
 
-    for phase in _PHASES:
-        selfcheck.check(shape, device, phase=phase, stock="sglang", stock_path=stock_path, max_rows=_MOST_SMALL_ROWS)
+    about = plan.device_of(device)
+    found = selfcheck.check(
+        shape, device, phase="decode", stock="sglang", stock_path=stock_path, max_rows=_MOST_SMALL_ROWS
+    )
+    # The engine's kernels do not know the phase: what was found for one holds for the others.
+    for bucket in found:
+        for kernel, verdict in bucket.verdicts:
+            for phase in _OTHER_PHASES:
+                against = plan.compared_with(phase, "sglang")
+                plan.record(kernel, bucket.rows[1], shape, about, verdict, against=against)
+
+
+def forget() -> None:
+    """Let go of the activations, 7 MB of them at two groups."""
+    _activations.cache_clear()

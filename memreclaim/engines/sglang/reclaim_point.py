@@ -51,8 +51,7 @@ def after_load_model(_result: object, runner: Any, *_args: Any, **_kwargs: Any) 
         hooks.apply()
     here.adapters.append(adapter)
     with triggered_by("startup"):
-        report = here.reclaim(adapter)
-    adapter.released(report.net_bytes)
+        here.reclaim(adapter)
     if here.service is None:
         here.service = rank_service.start(here)
 
@@ -68,9 +67,7 @@ def before_memory_pools(*_args: Any, **_kwargs: Any) -> None:  # noqa: ANN401
 
 @guarded
 def before_capture(*_args: Any, **_kwargs: Any) -> None:  # noqa: ANN401
-    """BEFORE hook of ``Scheduler.init_all_cuda_graphs``: from here on twins may not move and bf16 weights may not
-    go.
-    """
+    """BEFORE hook of ``Scheduler.init_all_cuda_graphs``: twins may not move and bf16 may not go any more."""
     here = session()
     devices = {next(one.runner.model.parameters()).device.type for one in here.adapters}
     here.captured = "cuda" in devices

@@ -74,8 +74,12 @@ class Session:
         group = adapter.group()
         agree = None if group is None else Agreement(group, self.fingerprint(adapter), adapter.component)
         terms = Terms(agree, readers_check.check_for(part.root), held, self.guard)
-        with adapter.allocations():
-            report = self.reclaimer.reclaim(part.root, component=adapter.component, refused=refused, terms=terms)
+        try:
+            with adapter.allocations():
+                report = self.reclaimer.reclaim(part.root, component=adapter.component, refused=refused, terms=terms)
+        finally:
+            readers_check.forget()
+        adapter.released(_measured(report))
         self._account(adapter, report, agree)
         return report
 
@@ -174,6 +178,13 @@ def twins_of(model: nn.Module) -> dict[str, Twin]:
     tags = ((name, parameter) for name, parameter in model.named_parameters() if isinstance(parameter, Tag))
     found = ((name.rpartition(".")[0], tag.memreclaim_backing.twin) for name, tag in tags)
     return {name: twin for name, twin in found if twin is not None}
+
+
+def _measured(report: Report) -> int:
+    """Net bytes of a reclaim by the most cautious measure that there is."""
+    known = [n for n in (report.freed.nominal, report.freed.allocator, report.freed.device) if n is not None]
+    twins = sum(layer.twin_bytes for layer in report.layers if layer.gross_bytes)
+    return max(0, min(known) - twins)
 
 
 def _plain(settings: Settings) -> dict[str, Any]:
