@@ -208,22 +208,23 @@ DEVICE void store(const float (&d)[BN / 2], Shared &shared, const Place &at, u16
 
 // Decode factors of the block's rows to shared memory; says whether they are those of wide decoding.
 DEVICE bool load_factors(Shared &shared, const Place &at, const u8 *exponents, int rank) {
-    constexpr int COUNT = WG * 2 * (DEPTH / 32), MINE = COUNT / CONSUMERS;
-    static_assert(COUNT % CONSUMERS == 0, "");
+    constexpr int COUNT = WG * 2 * (DEPTH / 32), MINE = (COUNT + CONSUMERS - 1) / CONSUMERS;
+    const u8 *first = exponents + (static_cast<long long>(at.group) * (rank / 32) + at.row_tile / 2) * (DEPTH / 32);
     u32 mine[MINE];
     bool wide = false;
 #pragma unroll
     for (int i = 0; i < MINE; ++i) {
-        int at_block = i * CONSUMERS + threadIdx.x;
-        mine[i] =
-            exponents[(static_cast<long long>(at.group) * (rank / 32) + at.row_tile / 2) * (DEPTH / 32) + at_block];
+        int block = i * CONSUMERS + threadIdx.x;
+        mine[i] = block < COUNT ? first[block] : 0u;
     }
 #pragma unroll
     for (int i = 0; i < MINE; ++i) wide |= mine[i] > MAX_NARROW_EXPONENT;
     wide = any_consumer(wide);
 #pragma unroll
-    for (int i = 0; i < MINE; ++i)
-        shared.factor[0][i * CONSUMERS + threadIdx.x] = wide ? wide_factor(mine[i]) : narrow_factor(mine[i]);
+    for (int i = 0; i < MINE; ++i) {
+        int block = i * CONSUMERS + threadIdx.x;
+        if (block < COUNT) shared.factor[0][block] = wide ? wide_factor(mine[i]) : narrow_factor(mine[i]);
+    }
     sync_consumers();
     return wide;
 }
