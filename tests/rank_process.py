@@ -1,6 +1,7 @@
 """A rank of the tiny engine as a process, to be killed: ``rank_process.py CHECKPOINT TP_RANK PORT [planted]``.
 
-Prints its URL. SIGUSR1 mends the planted layer and reclaims again, SIGUSR2 flips a bit of a served twin, SIGTERM ends it.
+Prints its URL. SIGUSR1 mends the planted layer and reclaims again, SIGUSR2 flips a bit of a served twin, SIGTERM ends
+it.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ def test_prometheus_client_is_not_imported_early() -> None:
 
 
 def test_plug_in_does_not_import_prometheus_client() -> None:
-    """The engine calls the entry point before it sets PROMETHEUS_MULTIPROC_DIR; an import there would lose every metric."""
+    """The engine calls the entry point before PROMETHEUS_MULTIPROC_DIR is set; an import there would lose all metrics."""
     code = "import sys; from memreclaim.engines.sglang import plugin; plugin.register();"
     code += "assert 'prometheus_client' not in sys.modules"
     environ = {"MEMRECLAIM": "on", "PYTHONPATH": ":".join(path for path in sys.path if path)}
