@@ -181,7 +181,7 @@ def rows_to_compare(first: int, last: int) -> tuple[int, ...]:
 def _compare(
     candidate: Plan, rows: tuple[int, ...], shape: WeightShape, device: torch.device, stock_path: StockPath
 ) -> tuple[dict[int, str], int]:
-    """What differs from the stock path at which row count, over every kind of input, and how many outputs there were."""
+    """What differs from the stock path at which row count, over every kind of input, and the number of outputs."""
     faults: dict[int, str] = {}
     elements = 0
     for name, o, codes, exponents, weight in _inputs(candidate, rows, shape, device):
