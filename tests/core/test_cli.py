@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import subprocess
 import sys
@@ -246,25 +247,24 @@ def test_colours_only_on_a_terminal_that_wants_them(exact: str, variables: dict[
 
 def _in_terminal(command: list[str], variables: dict[str, str]) -> str:
     """What a program prints on a pseudo-terminal."""
-    import pty
-
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.environ.pop("NO_COLOR", None)
-        os.environ.update(variables)
-        os.execv(command[0], command)  # noqa: S606
-    output = b""
-    while True:
-        try:
-            data = os.read(terminal, 4096)
-        except OSError:  # Linux: the other side is closed
-            break
-        if not data:
-            break
-        output += data
-    os.close(terminal)
-    assert os.waitpid(pid, 0)[1] == 0
+    ours, theirs = pty.openpty()
+    environ = {name: value for name, value in os.environ.items() if name != "NO_COLOR"} | variables
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environ) as process:
+        os.close(theirs)
+        output = b""
+        while data := _read(ours):
+            output += data
+    os.close(ours)
+    assert process.returncode == 0
     return output.decode()
+
+
+def _read(terminal: int) -> bytes:
+    """The next bytes; none when the other side is closed, which Linux reports as an error."""
+    try:
+        return os.read(terminal, 4096)
+    except OSError:
+        return b""
 
 
 def test_not_exact_under_abort_is_a_mismatch(
