@@ -67,19 +67,19 @@ def rank_of_43() -> Iterator[str]:
         rank.close()
 
 
-def scrape() -> dict[str, Any]:
-    """Milliseconds of one scrape."""
+def request(path: str) -> dict[str, Any]:
+    """Milliseconds of one request."""
     with rank_of_43() as url, patch.object(app, "SHARED_SECONDS", -1.0):
         times, size = [], 0
         cpu = time.process_time() - time.thread_time()
         for _ in range(SCRAPES):
             started = time.perf_counter()
-            with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:  # noqa: S310  our own loopback URL
+            with urllib.request.urlopen(f"{url}{path}", timeout=10) as answer:  # noqa: S310  our own loopback URL
                 size = len(answer.read())
             times.append((time.perf_counter() - started) * 1e3)
         cpu = time.process_time() - time.thread_time() - cpu
     return {
-        "scrapes": SCRAPES,
+        "requests": SCRAPES,
         "bytes": size,
         "cpu_ms": cpu / SCRAPES * 1e3,
         "fastest_ms": min(times),
@@ -122,7 +122,8 @@ def main() -> None:
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
         "load_average_at_start": os.getloadavg()[0],
         "limits": {"scrape_ms": 5.0, "idle_percent_of_a_core": 0.5, "page_bytes": 100_000},
-        "scrape_of_43_layers": scrape(),
+        "scrape_of_43_layers": request("/metrics"),
+        "empty_answer": request("/healthz"),
         "report_bytes": len(json.dumps(view.report(snapshot()))),
         "page_bytes": len(page.HTML.encode()),
         "idle_service": idle(arguments.idle_seconds, arguments.dir),

@@ -6,6 +6,7 @@ and checking labels sample by sample. The two are compared byte for byte (sorted
 
 from __future__ import annotations
 
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Final
 
 from memreclaim.observe.families import families
@@ -52,14 +53,21 @@ def _family(family: Family, own: str, *, openmetrics: bool) -> Iterator[str]:
 
 def _histogram(name: str, labels: str, histogram: Histogram) -> Iterator[str]:
     total = 0
-    for bound, n in zip((*map(repr, histogram.bounds), "+Inf"), histogram.counts, strict=True):
+    for bound, n in zip(_bounds(histogram.bounds), histogram.counts, strict=True):
         total += n
         yield f'{name}_bucket{{{labels},le="{bound}"}} {total}.0'
     yield f"{name}_count{{{labels}}} {total}.0"
     yield f"{name}_sum{{{labels}}} {_number(histogram.total)}"
 
 
+@cache
+def _bounds(bounds: tuple[float, ...]) -> tuple[str, ...]:
+    return (*map(repr, bounds), "+Inf")
+
+
+@lru_cache(4096)
 def _labels(own: str, names: Labels, values: Labels) -> str:
+    """Text of one label set; a rank has a few hundred that hardly change from scrape to scrape."""
     more = [f'{name}="{_escaped(value)}"' for name, value in zip(names, values, strict=True)]
     return ",".join([own, *more] if own else more)
 

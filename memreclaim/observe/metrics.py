@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any, cast
 
 from memreclaim.observe.families import ID_LABELS, SPECS, families
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from memreclaim.reclaimer import Reclaimer
 
 PREFIX = "memreclaim_"
+_mirrors: weakref.WeakKeyDictionary[Reclaimer, Mirror] = weakref.WeakKeyDictionary()
 
 
 def register(source: Reclaimer | Rank, registry: object) -> Collector | Mirror:
@@ -38,10 +40,22 @@ def register(source: Reclaimer | Rank, registry: object) -> Collector | Mirror:
     rank = source if isinstance(source, Rank) else Rank(source)
     known = cast("CollectorRegistry", registry)
     if multiprocess():
-        return Mirror(rank, known)
+        return mirror_of(rank, known)
     collector = Collector(rank)
     known.register(cast("Any", collector))
     return collector
+
+
+def mirror_of(rank: Rank, registry: CollectorRegistry | None = None) -> Mirror:
+    """The one mirror of a rank's reclaimer in this process: two would count everything twice in the same files."""
+    known = _mirrors.get(rank.reclaimer)
+    if known is not None:
+        known.rank = rank
+        return known
+    from prometheus_client import CollectorRegistry
+
+    made = _mirrors[rank.reclaimer] = Mirror(rank, CollectorRegistry() if registry is None else registry)
+    return made
 
 
 def multiprocess() -> bool:

@@ -60,7 +60,7 @@ class RankService:
             repair=self._ask_for_rebuild,
         )
         self.probe = Probe(rank, settings.probe_seconds)
-        self._mirror = self._mirror_for(rank)
+        self._mirror = metrics.mirror_of(rank) if metrics.multiprocess() else None
         self._http = HttpThread(RankApp(rank, self.desk, settings).asgi, settings)
         self._stop = threading.Event()
         self._probed = time.monotonic()
@@ -165,14 +165,6 @@ class RankService:
         except BusyError as error:
             # The operation that is in the way may drop or restore the twin; the next audit looks again.
             events.emit("warning", "rebuild_postponed", why=str(error))
-
-    @staticmethod
-    def _mirror_for(rank: Rank) -> metrics.Mirror | None:
-        if not metrics.multiprocess():
-            return None
-        from prometheus_client import CollectorRegistry
-
-        return metrics.Mirror(rank, CollectorRegistry())
 
 
 def start_rank_service(  # noqa: PLR0913  what differs between engines

@@ -165,7 +165,7 @@ def test_prometheus_client_is_not_imported_early() -> None:
 
 
 def test_plug_in_does_not_import_prometheus_client() -> None:
-    """The engine calls the entry point before PROMETHEUS_MULTIPROC_DIR is set; an import there would lose all metrics."""
+    """Engines call the entry point before PROMETHEUS_MULTIPROC_DIR is set; an import there would lose all metrics."""
     code = "import sys; from memreclaim.engines.sglang import plugin; plugin.register();"
     code += "assert 'prometheus_client' not in sys.modules"
     environ = {"MEMRECLAIM": "on", "PYTHONPATH": ":".join(path for path in sys.path if path)}
@@ -214,6 +214,15 @@ def test_multiprocess_mode_merges_ranks(tmp_path: object) -> None:
     counts = [v for k, v in ours.items() if k[0] == "memreclaim_proof_duration_seconds_count"]
     assert counts == [43.0]
     assert not any("pid" in dict(key[1:]) for key in found)
+
+
+def test_two_askers_share_one_mirror(tmp_path: object) -> None:
+    """A registry and a service on one reclaimer must not count everything twice."""
+    code = "from memreclaim import Reclaimer; from prometheus_client import CollectorRegistry as C; r = Reclaimer();"
+    code += "from memreclaim.observe.metrics import register, mirror_of; from memreclaim.rank import Rank;"
+    code += "assert register(r, C()) is mirror_of(Rank(r))"
+    environ = {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path), "PYTHONPATH": ":".join(p for p in sys.path if p)}
+    assert subprocess.run([sys.executable, "-c", code], env=environ, check=False).returncode == 0
 
 
 def test_mirror_is_what_a_registry_gets_in_multiprocess_mode(tmp_path: object) -> None:
