@@ -37,7 +37,7 @@ def answer(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         written[0].memreclaim_backing.refuse(str(func))
     if written:
         return _write(func, args, kwargs, written)
-    if func.is_view:
+    if func.is_view and isinstance(args[0], Tagged):
         return _view(func, args, kwargs)
     served = serve.product(func, args)
     return _read(func, args, kwargs) if served is None else served
@@ -73,7 +73,7 @@ def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return found
 
 
-def _write(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tagged]) -> Any:  # noqa: ANN401
+def _write(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tagged]) -> Any:
     """Bring the bf16 weight back and write into it; the written tags are what the operator returns.
 
     ``out=`` is written by way of a copy: it may resize its tensor, which is refused before the weight is touched. So is
@@ -106,7 +106,7 @@ def _restored(tag: Tagged) -> torch.Tensor:
 
 def _view(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Let aten compute the view's geometry on meta tensors; a view of a restored weight is a plain one."""
-    parent = next(iter(tagged_in(args, kwargs)))
+    parent = args[0]
     if parent.memreclaim_backing.twin is None:
         return _read(func, args, kwargs)
     if func is torch.ops.aten._reshape_alias.default:
@@ -190,9 +190,10 @@ def _set_data(tag: Tagged, value: torch.Tensor) -> None:
     ``module.cpu()`` of a module that is there already sets each parameter's data to itself: nothing is to be done.
     """
     if isinstance(value, Tagged):
-        if value.memreclaim_backing is tag.memreclaim_backing and value.memreclaim_whole and tag.memreclaim_whole:
-            if value.memreclaim_geometry.shape == tag.memreclaim_geometry.shape:
-                return
+        whole = value.memreclaim_whole and tag.memreclaim_whole
+        alike = value.memreclaim_geometry.shape == tag.memreclaim_geometry.shape
+        if whole and alike and value.memreclaim_backing is tag.memreclaim_backing:
+            return
         value = exact(value, "data")
     tag.memreclaim_backing.replace_data(value)
 
@@ -213,9 +214,10 @@ BEYOND_DISPATCH: dict[Any, Callable[..., Any]] = {
     torch.Tensor.share_memory_: _raw("share_memory_"),
     torch.Tensor.untyped_storage: _untyped_storage,
     torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    torch.ops.aten.set_data.default: _set_data,
     torch.Tensor.__deepcopy__: lambda tag, memo: tag.__deepcopy__(memo),
     torch.Tensor.__reduce_ex__: lambda tag, protocol: tag.__reduce_ex__(protocol),
 }
 """What tensors can do without an operator, by the function that ``__torch_function__`` is given."""
 if hasattr(torch.Tensor, "const_data_ptr"):  # since torch 2.13
-    BEYOND_DISPATCH[torch.Tensor.const_data_ptr] = _raw("const_data_ptr")
+    BEYOND_DISPATCH[getattr(torch.Tensor, "const_data_ptr")] = _raw("const_data_ptr")  # noqa: B009  not in its stubs

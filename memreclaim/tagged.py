@@ -53,7 +53,8 @@ def apply_geometry(dense: torch.Tensor, geometry: torch.Tensor) -> torch.Tensor:
 def exact(value: Tagged, operation: str) -> torch.Tensor:
     """Exact bf16 values of a tag or of a view of one, counted by ``operation`` when they are decoded for this call."""
     # Below the dispatcher's Python key no operator looks at the flags of a negated or conjugated view.
-    return apply_geometry(value.memreclaim_backing.read(operation), value.memreclaim_geometry).resolve_conj().resolve_neg()
+    view = apply_geometry(value.memreclaim_backing.read(operation), value.memreclaim_geometry)
+    return view.resolve_conj().resolve_neg()
 
 
 def tagged_in(*values: object) -> list[Tagged]:

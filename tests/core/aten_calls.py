@@ -16,11 +16,27 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload
 
 METADATA = frozenset(
-    {"_debug_has_internal_overlap", "stride", "sym_stride", "is_contiguous", "is_non_overlapping_and_dense"}
+    {
+        "_debug_has_internal_overlap",
+        "sym_is_contiguous",
+        "stride",
+        "sym_stride",
+        "is_contiguous",
+        "is_non_overlapping_and_dense",
+    }
 )
 """Operators that tell a tensor's strides, which are 0 for a tag."""
 UNDEFINED = frozenset(
-    {"empty", "_embedding_bag", "empty_like", "new_empty", "new_empty_strided", "empty_strided", "empty_permuted"}
+    {
+        "empty",
+        "_embedding_bag",
+        "embedding_bag",
+        "empty_like",
+        "new_empty",
+        "new_empty_strided",
+        "empty_strided",
+        "empty_permuted",
+    }
 )
 """Operators whose result has no defined values; only its metadata can be compared."""
 UNTRIED = METADATA | frozenset({
@@ -31,11 +47,9 @@ UNTRIED = METADATA | frozenset({
     "_dyn_quant_matmul_4bit", "_embedding_bag_forward_only", "_native_batch_norm_legit", "_weight_norm_interface",
     "_fused_adagrad", "_fused_adagrad_", "_fused_sgd", "_fused_sgd_", "_nnpack_spatial_convolution",
     "_transform_bias_rescale_qkv", "_add_batch_dim", "_remove_batch_dim",
+    "_unpack_dual",  # forward-mode gradients, which inference mode forbids
 })  # fmt: skip
-"""The last line: operators that trust their arguments.
-
-And end the process (torch 2.13) where those do not belong together.
-"""
+"""The last names trust their arguments, and end the process (torch 2.13) where those do not belong together."""
 SUBJECTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "whole": lambda weight: weight,
     "grouped": lambda weight: weight.view(2, -1, weight.shape[-1]),

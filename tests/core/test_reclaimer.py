@@ -13,8 +13,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memreclaim as mr
-from memreclaim import reclaimer as reclaimer_module
+import memreclaim.reclaimer as reclaimer_module
 from memreclaim.config import OnMismatch
+from memreclaim.meter import Change
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -249,7 +250,7 @@ def steady(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
     """Replace the process's memory figures, which drown small weights, by the nominal ones or by what is given."""
 
     def use(allocator: int | None) -> None:
-        monkeypatch.setattr(reclaimer_module, "_fallen", lambda *_: allocator)
+        monkeypatch.setattr(Change, "freed", lambda _self, nominal, _taken: mr.FreedBytes(nominal, allocator, None))
 
     use(None)
     return use

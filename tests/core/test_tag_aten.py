@@ -83,7 +83,10 @@ def _compare(expected: list[Any], actual: list[Any]) -> str | None:
                 return f"{other!r} instead of {one!r}"
             continue
         dense = other.clone() if isinstance(other, Tagged) else other
-        kinds = [(t.shape, t.dtype, t.layout, t.requires_grad) for t in (one, dense)]
+        kinds = [
+            (dense_or_not.shape, dense_or_not.dtype, dense_or_not.layout, told.requires_grad)
+            for dense_or_not, told in ((one, one), (dense, other))
+        ]
         if kinds[0] != kinds[1]:
             return f"{kinds[1]} instead of {kinds[0]}"
         if one.layout is torch.strided and not same_bits(one, dense):
