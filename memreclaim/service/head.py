@@ -185,7 +185,7 @@ class Head:
         return JSONResponse(self.targets())
 
     async def _openapi(self, _request: Request) -> Response:
-        return JSONResponse(openapi.document(ACTIONS))
+        return JSONResponse(openapi.document(ACTIONS, head=True))
 
     async def _action(self, request: Request) -> Response:
         if (await request.body()).strip() not in (b"", b"{}"):

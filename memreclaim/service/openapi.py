@@ -30,8 +30,8 @@ _REFUSALS: Final = {
 }
 
 
-def document(kinds: Sequence[str]) -> dict[str, Any]:
-    """OpenAPI 3.1 with an action for each of ``kinds``."""
+def document(kinds: Sequence[str], *, head: bool = False) -> dict[str, Any]:
+    """OpenAPI 3.1 with an action for each of ``kinds``, of a rank or of a head node."""
     paths: dict[str, Any] = {}
     for path, (summary, content) in _OPEN.items():
         paths[path] = {"get": _get(summary, content, secured=path == "/openapi.json")}
@@ -41,7 +41,10 @@ def document(kinds: Sequence[str]) -> dict[str, Any]:
     for kind in kinds:
         paths[f"/v1/{kind}"] = {"post": _action(kind)}
     paths["/v1/operations/{id}"] = {"get": _operation()}
-    paths["/v1/reservations"] = {"post": _reserve(), "delete": _release()}
+    if head:
+        paths["/v1/targets"] = {"get": _get("The ranks, for Prometheus' http_sd", "application/json", secured=True)}
+    else:
+        paths["/v1/reservations"] = {"post": _reserve(), "delete": _release()}
     return {
         "openapi": "3.1.0",
         "info": {

@@ -168,6 +168,15 @@ def test_two_services_of_one_rank_are_noticed(ranks: list[Engine]) -> None:
         assert diverged(reports) == ["identity: more than one service is TP0"]
 
 
+def test_openapi_document_of_a_head_node_names_what_it_serves(ranks: list[Engine]) -> None:
+    """Each path that can be read without an id answers; there are no reservations here."""
+    with head_of([ranks[0].service.url]) as head:
+        paths = get(head.url, "/openapi.json", Authorization=f"Bearer {TOKEN}")[1]["paths"]
+        assert "/v1/reservations" not in paths
+        for path in (path for path, methods in paths.items() if "get" in methods and "{" not in path):
+            assert get(head.url, path, Authorization=f"Bearer {TOKEN}")[0] == 200, path
+
+
 @pytest.mark.parametrize("urls", [[], ["http://a:1", "http://a:1"], ["ftp://a"], ["http://"], ["http://a:x"], ["a:1"]])
 def test_bad_lists_of_ranks_are_refused(urls: list[str]) -> None:
     """None, doubled and malformed URLs."""
