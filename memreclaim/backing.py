@@ -45,12 +45,13 @@ class Home(Protocol):
 class Backing:
     """Twin or bf16 weight behind all tags of one layer, shared by every view of them."""
 
-    __slots__ = ("__weakref__", "_dense", "_home", "_twin", "layer", "lock", "numerics")
+    __slots__ = ("__weakref__", "_dense", "_home", "_twin", "layer", "lock", "numerics", "shape")
 
     def __init__(self, layer: str, twin: Twin, home: Home, numerics: Numerics = "identical") -> None:
         """Start reclaimed."""
         self.layer = layer
         self.numerics = numerics
+        self.shape = twin.shape
         self.lock = threading.RLock()
         self._home = home
         self._twin: Twin | None = twin

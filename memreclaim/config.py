@@ -56,7 +56,7 @@ _Choice = TypeVar("_Choice", bound=StrEnum)
 
 @dataclass(frozen=True)
 class Settings:
-    """What the operator asked for; see ``docs/operations.md`` for the variables."""
+    """What the operator asked for; the README lists the variables."""
 
     mode: Mode = Mode.ON
     numerics: Numerics = Numerics.IDENTICAL
@@ -80,8 +80,9 @@ class Settings:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:
-        """Read ``MEMRECLAIM`` and ``MEMRECLAIM_*``; ``MEMRECLAIM`` unset means off. Older names: :mod:`memreclaim.aliases`.
+        """Read ``MEMRECLAIM`` and ``MEMRECLAIM_*``; ``MEMRECLAIM`` unset means off.
 
+        Older names are translated by :mod:`memreclaim.aliases`.
         Raises :class:`ConfigError` for a bad value and for a ``MEMRECLAIM_`` name that is no setting, since a misspelt
         one would otherwise be ignored in silence.
         """

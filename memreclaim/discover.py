@@ -14,6 +14,7 @@ from torch import nn
 
 from memreclaim import twin
 from memreclaim.states import Reason
+from memreclaim.tag import Tag
 from memreclaim.tagged import Tagged
 
 if TYPE_CHECKING:
@@ -70,6 +71,12 @@ def discover(model: nn.Module, targets: Iterable[str] = ("wo_a",)) -> tuple[Cand
         sites = places[_identity(weight)]
         found.append(_candidate(path, parent, weight, sites))
     return tuple(found)
+
+
+def tags_of(model: nn.Module) -> tuple[Tag, ...]:
+    """Every tag that stands in ``model``, tied ones as often as they stand."""
+    standing = (parameter for module in model.modules() for parameter in module._parameters.values())
+    return tuple(parameter for parameter in standing if isinstance(parameter, Tag))
 
 
 def _target_modules(model: nn.Module, names: frozenset[str]) -> Iterator[tuple[str, nn.Module, nn.Module]]:

@@ -43,6 +43,11 @@ def pool_refused(operation: str, n_bytes: int, detail: str) -> None:
     _log("warning", "pool_refused", operation=operation, requested_bytes=n_bytes, detail=detail)
 
 
+def kernels_unverified(detail: str) -> None:
+    """Kernels could not be compared with the stock path, so calls decode the twin and run that."""
+    _log("warning", "kernels_unverified", detail=detail)
+
+
 def summary(operation: str, report: Report) -> None:
     """The one line that an operation leaves at INFO."""
     pool = report.pool
@@ -66,7 +71,7 @@ def _layer(entry: Entry) -> dict[str, Any]:
 
 
 def listen(listener: Listener) -> Callable[[], None]:
-    """Hand every event to ``listener(level, event, fields)`` too, whatever the host's log level; returns how to stop it."""
+    """Hand every event to ``listener(level, event, fields)`` too, at any level of the host; returns how to stop."""
     _listeners.append(listener)
     return lambda: _listeners.remove(listener)
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from memreclaim import events
+from memreclaim.errors import PoolError
+
 MEMORY = "memory"
 PIN = "pin"
 
@@ -56,3 +59,24 @@ class PoolChange:
     def tokens_gained(self) -> int:
         """Tokens that the freed bytes added."""
         return self.tokens_after - self.tokens_before
+
+
+def offer(pool: KVPool, n_bytes: int) -> PoolChange:
+    """Offer ``pool`` bytes that were measured as free; a pool that refuses stays as it is, and the bytes head-room."""
+    before, gained = pool.capacity_tokens, 0
+    try:
+        gained = pool.grow(n_bytes)
+    except PoolError as error:
+        events.pool_refused("grow", n_bytes, str(error))
+    spare = n_bytes - int(gained * pool.bytes_per_token)
+    return PoolChange(before, pool.capacity_tokens, pool.bytes_per_token, pool.limited_by, spare)
+
+
+def ask_back(pool: KVPool, n_bytes: int) -> PoolChange:
+    """Ask ``pool`` to give bytes back; what tokens in use hold stays with it."""
+    before = pool.capacity_tokens
+    try:
+        pool.shrink(n_bytes)
+    except PoolError as error:
+        events.pool_refused("shrink", n_bytes, str(error))
+    return PoolChange(before, pool.capacity_tokens, pool.bytes_per_token, pool.limited_by, 0)

@@ -37,9 +37,15 @@ class Entry:
     first_mismatch: Mismatch | None = None
 
     def tags(self) -> list[Tag]:
-        """The entry's own tags that stand in the model now."""
+        """All tags that stand in the layer's places now, of this account or of another."""
         standing = [site.module._parameters.get(site.attribute) for site in self.sites]
-        return [tag for tag in standing if isinstance(tag, Tag) and tag.memreclaim_backing is self.backing]
+        return [tag for tag in standing if isinstance(tag, Tag)]
+
+    def released(self) -> bool:
+        """Whether the bf16 bytes are gone: all places hold this account's tags, with no bf16 weight behind them."""
+        tags = self.tags()
+        whole = len(tags) == len(self.sites) and all(tag.memreclaim_backing is self.backing for tag in tags)
+        return whole and self.backing is not None and self.backing.released
 
 
 class Ledger:
@@ -92,7 +98,7 @@ class Ledger:
 def _report(entry: Entry) -> LayerReport:
     state, backing = entry.state, entry.backing
     twin = None if backing is None else backing.twin
-    released = twin is not None and backing is not None and backing.dense is None and bool(entry.tags())
+    released = entry.released()
     if state is State.RECLAIMED and not released:
         state = State.RESTORED
     return LayerReport(
@@ -116,11 +122,11 @@ def _problems(entry: Entry) -> list[str]:
         twin = backing.twin
         if twin.shape.numel * 2 != entry.weight_bytes:
             problems.append(f"{entry.weight_bytes} bytes are booked for a twin of {twin.shape.numel} elements")
-        tags = entry.tags()
-        if tags and len(tags) != len(entry.sites):
-            problems.append(f"{len(tags)} of {len(entry.sites)} places hold its tag")
+        standing = sum(tag.memreclaim_backing is backing for tag in entry.tags())
+        if standing not in (0, len(entry.sites)):
+            problems.append(f"{standing} of {len(entry.sites)} places hold its tag")
         if entry.state is State.RECLAIMED and backing.dense is not None:
             problems.append("reclaimed, but the bf16 weight is there")
-    if entry.state in (State.KEPT, State.RESTORED) and entry.tags():
+    if entry.state in (State.KEPT, State.RESTORED) and any(tag.memreclaim_backing.released for tag in entry.tags()):
         problems.append(f"{entry.state.value}, but a tag stands in the model")
     return [f"{entry.component}/{entry.name}: {problem}" for problem in problems]

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from memreclaim.snapshot import FreedBytes
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -137,3 +139,29 @@ def _malloc_trim() -> Callable[[int], int] | None:
     except (AttributeError, OSError):
         return None
     return trim
+
+
+class Change:
+    """What happened to a meter's figures since it was made; makes the starting point clean first."""
+
+    def __init__(self, meter: Meter) -> None:
+        """Settle, and take the starting figures."""
+        meter.settle()
+        self._meter = meter
+        self._allocated, self._free = meter.allocated(), meter.free()
+        meter.restart_peak()
+
+    def peak_extra(self) -> int | None:
+        """Most bytes above the starting point so far."""
+        peak = self._meter.peak()
+        return None if peak is None or self._allocated is None else max(0, peak - self._allocated)
+
+    def freed(self, nominal: int, taken: int) -> FreedBytes:
+        """Bytes given back by each measure, with ``taken`` (allocated meanwhile, and still there) added back."""
+        self._meter.settle()
+        allocated, free = self._meter.allocated(), self._meter.free()
+        return FreedBytes(
+            nominal=nominal,
+            allocator=None if allocated is None or self._allocated is None else self._allocated - allocated + taken,
+            device=None if free is None or self._free is None else free - self._free + taken,
+        )

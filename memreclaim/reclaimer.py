@@ -9,33 +9,33 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from memreclaim import discover, events, serve, swap
+from memreclaim import discover, events, kvpool, serve, swap
 from memreclaim.agree import Terms
 from memreclaim.backing import Backing
 from memreclaim.config import Mode, OnMismatch, Settings
-from memreclaim.errors import NotExact, PoolError
+from memreclaim.errors import NotExact
 from memreclaim.fingerprint import Fingerprints
 from memreclaim.journal import Journal
-from memreclaim.kvpool import PoolChange
-from memreclaim.ledger import Entry, Ledger
-from memreclaim.meter import Meter, meter_for
+from memreclaim.ledger import Ledger
+from memreclaim.meter import Change, meter_for
 from memreclaim.snapshot import FreedBytes, Report
 from memreclaim.states import Reason, State
-from memreclaim.tag import Tag
 from memreclaim.twin import build_twin
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from torch import nn
 
     from memreclaim.discover import Candidate
-    from memreclaim.kvpool import KVPool
+    from memreclaim.kvpool import KVPool, PoolChange
+    from memreclaim.ledger import Entry
+    from memreclaim.twin import Twin
 
 TARGET = "target"
 _one_at_a_time = threading.RLock()
@@ -58,6 +58,8 @@ class Reclaimer:
         self.journal = Journal()
         self.fingerprints = Fingerprints()
         self.pool = pool
+        self.graphs_captured = False
+        """Set by whoever captures CUDA graphs of a model: they hold addresses, so from then on no weight is dropped."""
         if registry is not None:
             from memreclaim.observe.metrics import register
 
@@ -80,9 +82,13 @@ class Reclaimer:
         Layers that are kept change nothing and raise nothing, except that
         :class:`~memreclaim.errors.NotExact` is raised for the first one without an exact twin under
         ``MEMRECLAIM_ON_MISMATCH=abort``. Whatever is raised, every layer is either whole in bf16 or proven.
+
+        Reclaim before CUDA graphs are captured: a graph holds the weight's address, which nothing in Python shows.
+        After a capture set :attr:`graphs_captured`, or name the layers in ``refused``: they are kept then
+        (``after_capture``).
         """
         with _one_at_a_time, self.journal.operation("reclaim") as outcome:
-            report = _Run(self, model, component, prefix, terms or Terms()).reclaim(refused or {})
+            report = _Run(self, model, terms or Terms()).reclaim(component, prefix, refused or {})
             self.journal.measured(component, report)
             outcome.result = "mismatch" if report.mismatched else "ok"
             return report
@@ -94,7 +100,7 @@ class Reclaimer:
         allows.
         """
         with _one_at_a_time, self.journal.operation("restore"):
-            report = _Run(self, model, None, "", Terms()).restore()
+            report = _Run(self, model, Terms()).restore()
             if report.pool is not None:
                 self.journal.pool_changed(report.pool)
             return report
@@ -105,192 +111,118 @@ class Reclaimer:
 
 
 class _Run:
-    """One operation on one model: the measurements around it, and what it came to."""
+    """One operation on one model, and what it came to."""
 
-    def __init__(self, owner: Reclaimer, model: nn.Module, component: str | None, prefix: str, terms: Terms) -> None:
+    def __init__(self, owner: Reclaimer, model: nn.Module, terms: Terms) -> None:
         self._ledger, self._settings, self._pool = owner.ledger, owner.settings, owner.pool
-        self._journal, self._fingerprints, self._prefix = owner.journal, owner.fingerprints, prefix
-        self._model, self._component, self._terms = model, component, terms
-        self._meter: Meter = meter_for(_device_of(model))
+        self._journal, self._fingerprints, self._captured = owner.journal, owner.fingerprints, owner.graphs_captured
+        self._model, self._terms = model, terms
+        parameter = next(model.parameters(), None)
+        self._meter = meter_for(torch.device("cpu") if parameter is None else parameter.device)
         self._started = time.perf_counter()
+        self._gross = self._twins = self._taken = 0
 
-    def reclaim(self, refused: Mapping[str, Reason]) -> Report:
+    def reclaim(self, component: str, prefix: str, refused: Mapping[str, Reason]) -> Report:
         """See :meth:`Reclaimer.reclaim`."""
-        component = self._component
-        assert component is not None
         found = discover.discover(self._model, self._settings.targets)
-        candidates = [one for one in found if one.name.startswith(self._prefix)]
+        candidates = [one for one in found if one.name.startswith(prefix)]
         refused = self._terms.refusals(candidates, refused)
-        self._meter.settle()
-        allocated, free = self._meter.allocated(), self._meter.free()
-        self._meter.restart_peak()
-        dropped = _Sum()
+        change = Change(self._meter)
         for candidate in candidates:
             entry = self._ledger.open(component, candidate.name, candidate.sites, candidate.gross_bytes)
             refusal = candidate.refusal or refused.get(candidate.name) or self._policy()
             if refusal is not None:
                 self._keep(entry, refusal)
             elif self._one(candidate, entry):
-                dropped.add(entry)
                 self._meter.reuse()
-        peak = self._meter.peak()
+        extra = change.peak_extra()
         self._verify_kernels()
-        self._meter.settle()
-        freed = FreedBytes(
-            nominal=dropped.gross,
-            allocator=_fallen(allocated, self._meter.allocated(), dropped.twin),
-            device=_fallen(self._meter.free(), free, dropped.twin),
-        )
-        return self._report("reclaimed", freed, _above(peak, allocated), self._grow(freed, dropped))
+        freed = change.freed(self._gross, self._taken)
+        pool = None if self._pool is None else kvpool.offer(self._pool, max(0, freed.least - self._twins))
+        return self._report("reclaimed", {component}, freed, extra, pool)
 
-    def _verify_kernels(self) -> None:
-        """Compare kernels with the stock path now: what the check allocates is less than what was just released."""
-        for tag in _tags(self._model):
-            twin = tag.memreclaim_backing.twin
-            if twin is not None:
-                serve.verify_kernels(twin.shape, twin.device, tag.memreclaim_backing.numerics)
+    def restore(self) -> Report:
+        """See :meth:`Reclaimer.restore`."""
+        backings = {id(tag.memreclaim_backing): tag.memreclaim_backing for tag in discover.tags_of(self._model)}
+        entries = [entry for entry in self._ledger.entries() if id(entry.backing) in backings]
+        needed = sum(entry.weight_bytes - backing.twin.nbytes for entry, backing in _released(entries) if backing.twin)
+        pool = None if self._pool is None else kvpool.ask_back(self._pool, needed)
+        change = Change(self._meter)
+        for backing in backings.values():
+            backing.make_dense()
+        components = {entry.component for entry in entries}
+        return self._report("restored", components, FreedBytes(0, None, None), change.peak_extra(), pool)
 
     def _policy(self) -> Reason | None:
         """Why nothing may be dropped just now."""
         if self._settings.mode is Mode.OFF:
             return Reason.POLICY
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        return Reason.AFTER_CAPTURE if capturing else None
+        return Reason.AFTER_CAPTURE if self._captured or capturing else None
 
     def _one(self, candidate: Candidate, entry: Entry) -> bool:
         """Take one layer as far as the settings go; True when its bf16 bytes are released."""
-        mode = self._settings.mode
         try:
             with self._journal.proof():
-                backing = self._prove(candidate, entry)
-            if mode is Mode.ON:
-                swap.drop(candidate, backing)
-            elif mode is Mode.TWIN:
-                swap.shadow(candidate, backing)
+                built = build_twin(candidate.sites[0].get(), groups=candidate.groups)
+            return self._swap(candidate, entry, built)
         except NotExact as error:
             self._keep(entry, error.reason, error)
             if self._settings.on_mismatch is OnMismatch.ABORT:
                 raise
-            return False
         except swap.StillHeldError as error:
             self._keep(entry, Reason.SHARED_STORAGE, error)
-            return False
+        return False
+
+    def _swap(self, candidate: Candidate, entry: Entry, built: Twin) -> bool:
+        mode = self._settings.mode
         if mode is Mode.OBSERVE:
             self._ledger.settle(entry, State.PROVEN, Reason.POLICY)
             return False
+        twin = self._terms.place(candidate.name, built)
+        self._fingerprints.take(twin)
+        home = swap.ModelHome(candidate.sites, partial(_tell, self._terms.guard, self._ledger, entry))
+        backing = Backing(candidate.name, twin, home, self._settings.numerics.value)
+        (swap.drop if mode is Mode.ON else swap.shadow)(candidate, backing)
         state = State.RECLAIMED if mode is Mode.ON else State.PROVEN
         self._ledger.settle(entry, state, backing=backing)
         events.layer_reclaimed(entry)
-        return mode is Mode.ON
-
-    def _prove(self, candidate: Candidate, entry: Entry) -> Backing:
-        """A backing whose twin is proven against the weight; holds no reference to the weight when it returns."""
-        twin = self._terms.place(candidate.name, build_twin(candidate.sites[0].get(), groups=candidate.groups))
-        self._fingerprints.take(twin)
-        home = swap.ModelHome(candidate.sites, lambda: self._restored(entry))
-        return Backing(candidate.name, twin, home, self._settings.numerics.value)
-
-    def _restored(self, entry: Entry) -> None:
-        self._terms.guard(entry.name)
-        self._ledger.restored(entry)
+        if mode is not Mode.ON:
+            return False
+        self._gross += entry.weight_bytes
+        self._twins += twin.nbytes
+        # A twin in memory that was set aside for it takes nothing new.
+        self._taken += twin.nbytes if twin is built else 0
+        return True
 
     def _keep(self, entry: Entry, reason: Reason, error: NotExact | swap.StillHeldError | None = None) -> None:
         self._ledger.keep(entry, reason, error)
         events.layer_kept(entry, str(error) if error else "")
 
-    def _grow(self, freed: FreedBytes, dropped: _Sum) -> PoolChange | None:
-        """Give the pool what was freed by every measure there is, never more."""
-        if self._pool is None:
-            return None
-        measures = [figure for figure in (freed.nominal, freed.allocator, freed.device) if figure is not None]
-        return _grow(self._pool, max(0, min(measures) - dropped.twin))
+    def _verify_kernels(self) -> None:
+        """Compare kernels with the stock path in the room that was made; if that fails, calls go the stock way."""
+        backings = {id(tag.memreclaim_backing): tag.memreclaim_backing for tag in discover.tags_of(self._model)}
+        try:
+            for backing in backings.values():
+                if backing.twin is not None:
+                    serve.verify_kernels(backing.shape, backing.twin.device, backing.numerics)
+        except (RuntimeError, MemoryError) as error:
+            events.kernels_unverified(str(error))
 
-    def restore(self) -> Report:
-        """See :meth:`Reclaimer.restore`."""
-        backings = {id(tag.memreclaim_backing): tag.memreclaim_backing for tag in _tags(self._model)}
-        entries = [entry for entry in self._ledger.entries() if id(entry.backing) in backings]
-        self._component = entries[0].component if entries else None
-        pool = None if self._pool is None else _shrink(self._pool, sum(map(_net, entries)))
-        allocated = self._meter.allocated()
-        self._meter.restart_peak()
-        for backing in backings.values():
-            backing.make_dense()
-        peak = self._meter.peak()
-        self._meter.settle()
-        return self._report("restored", FreedBytes(0, None, None), _above(peak, allocated), pool)
-
-    def _report(self, operation: str, freed: FreedBytes, extra: int | None, pool: PoolChange | None) -> Report:
-        layers = self._ledger.layers(self._component)
+    def _report(
+        self, operation: str, components: set[str], freed: FreedBytes, extra: int | None, pool: PoolChange | None
+    ) -> Report:
+        layers = tuple(layer for layer in self._ledger.layers() if layer.component in components)
         report = Report(layers, freed, extra, pool, time.perf_counter() - self._started)
         events.summary(operation, report)
         return report
 
 
-@dataclass
-class _Sum:
-    """Bytes of the layers that one run dropped."""
-
-    gross: int = 0
-    twin: int = 0
-
-    def add(self, entry: Entry) -> None:
-        self.gross += entry.weight_bytes
-        self.twin += entry.weight_bytes - _net(entry)
+def _released(entries: Iterable[Entry]) -> list[tuple[Entry, Backing]]:
+    return [(entry, entry.backing) for entry in entries if entry.backing is not None and entry.released()]
 
 
-def _net(entry: Entry) -> int:
-    """Bytes that a layer's restore will take."""
-    twin = None if entry.backing is None else entry.backing.twin
-    return (
-        0
-        if twin is None or entry.backing is None or entry.backing.dense is not None
-        else entry.weight_bytes - twin.nbytes
-    )
-
-
-def _grow(pool: KVPool, n_bytes: int) -> PoolChange:
-    before = pool.capacity_tokens
-    try:
-        gained = pool.grow(n_bytes)
-    except PoolError as error:
-        events.pool_refused("grow", n_bytes, str(error))
-        gained = 0
-    return PoolChange(
-        before,
-        pool.capacity_tokens,
-        pool.bytes_per_token,
-        pool.limited_by,
-        n_bytes - int(gained * pool.bytes_per_token),
-    )
-
-
-def _shrink(pool: KVPool, n_bytes: int) -> PoolChange:
-    before = pool.capacity_tokens
-    try:
-        pool.shrink(n_bytes)
-    except PoolError as error:
-        events.pool_refused("shrink", n_bytes, str(error))
-    return PoolChange(before, pool.capacity_tokens, pool.bytes_per_token, pool.limited_by, 0)
-
-
-def _fallen(higher: int | None, lower: int | None, twin: int) -> int | None:
-    """By how much a figure fell, with the twins that were allocated meanwhile added back."""
-    return None if higher is None or lower is None else higher - lower + twin
-
-
-def _above(peak: int | None, start: int | None) -> int | None:
-    return None if peak is None or start is None else max(0, peak - start)
-
-
-def _tags(model: nn.Module) -> list[Tag]:
-    return [
-        parameter
-        for module in model.modules()
-        for parameter in module._parameters.values()
-        if isinstance(parameter, Tag)
-    ]
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    parameter = next(model.parameters(), None)
-    return torch.device("cpu") if parameter is None else parameter.device
+def _tell(guard: Callable[[str], None], ledger: Ledger, entry: Entry) -> None:
+    """A layer's bf16 weight is back. A backing keeps this for its life, so it holds nothing of the run."""
+    guard(entry.name)
+    ledger.restored(entry)

@@ -71,14 +71,17 @@ def verify_kernels(shape: WeightShape, device: torch.device, numerics: plan.Nume
 def _verify_kernels(shape: WeightShape, device: torch.device, numerics: plan.Numerics) -> None:
     from memreclaim_kernels import selfcheck
 
-    selfcheck.check(shape, device, numerics=numerics)
+    selfcheck.check(shape, device)
+    if numerics != "identical":
+        selfcheck.check(shape, device, numerics=numerics)
 
 
 def product(func: OpOverload, args: tuple[Any, ...]) -> torch.Tensor | None:
     """Serve aten's ``bmm(x, weight^T)`` or ``mm(x, weight^T)`` of a whole tag from its twin; None for anything else.
 
     These two are what ``einsum``, ``matmul`` and ``linear`` become. The phase is unknown here, so the stock path's
-    bits are kept whatever the settings allow.
+    bits are kept whatever the settings allow. Kernels are compared with ``bmm``; what cuBLAS does with ``mm``, one
+    product of all groups' rows, is another problem to it and gets the decoded weight.
     """
     if func not in _PRODUCTS or not isinstance(args[1], Tagged) or isinstance(args[0], Tagged):
         return None
@@ -87,27 +90,16 @@ def product(func: OpOverload, args: tuple[Any, ...]) -> torch.Tensor | None:
     geometry: torch.Tensor = weight.memreclaim_geometry
     if twin is None or x.dtype != torch.bfloat16 or not is_whole(geometry.mT, twin.shape):
         return None
-    if func is torch.ops.aten.bmm.default:
-        groups = twin.shape if geometry.dim() == 3 else None  # noqa: PLR2004
-        if groups is None or tuple(geometry.mT.shape) != tuple(groups) or x.shape[2] != groups.depth:
-            return None
-        return _product(func, x, x.transpose(0, 1), weight, twin)
-    return _product(func, x, x.unsqueeze(1).expand(-1, twin.shape.groups, -1), weight, twin)
+    if func is torch.ops.aten.bmm.default and x.shape[::2] == twin.shape[::2] and x.stride(2) == 1:
+        o = x.transpose(0, 1)
+        chosen = ops.plan_for(o, twin.packed, phase="prefill", numerics="identical", stock="bmm")
+        if chosen.path not in ("dequant", "empty"):
+            counters.calls.add(chosen.path, Phase.PREFILL)
+            return ops.project(o, twin.packed, twin.exponents, chosen).transpose(0, 1)
+    # The same operator on operands of the same strides: nothing about its choice of algorithm can differ.
+    counters.calls.add("dequant", Phase.PREFILL)
+    result: torch.Tensor = func(x, apply_geometry(twin.dequantize(), geometry))
+    return result
 
 
 _PRODUCTS = (torch.ops.aten.bmm.default, torch.ops.aten.mm.default)
-
-
-def _product(func: OpOverload, x: torch.Tensor, o: torch.Tensor, weight: Tagged, twin: Twin) -> torch.Tensor | None:
-    """Run the plan for ``o [T, G, D]`` and give the result the shape of ``func``'s own."""
-    if o.shape[1:] != (twin.shape.groups, twin.shape.depth):
-        return None
-    chosen = ops.plan_for(o, twin.packed, phase="prefill", numerics="identical", stock="bmm")
-    counters.calls.add(chosen.path, Phase.PREFILL)
-    if chosen.path in ("dequant", "empty") or o.stride(2) != 1:
-        # The same operator on operands of the same strides: nothing about its choice of algorithm can differ.
-        dense = twin.dequantize()
-        result: torch.Tensor = func(x, apply_geometry(dense, weight.memreclaim_geometry))
-        return result
-    out = ops.project(o, twin.packed, twin.exponents, chosen)
-    return out.transpose(0, 1) if func is torch.ops.aten.bmm.default else out.flatten(1)

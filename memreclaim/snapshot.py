@@ -73,6 +73,11 @@ class FreedBytes:
     device: int | None
     """From what the driver reports free, with the twins added back."""
 
+    @property
+    def least(self) -> int:
+        """The smallest of the measures that there are: what may be claimed."""
+        return min(figure for figure in (self.nominal, self.allocator, self.device) if figure is not None)
+
 
 @dataclass(frozen=True)
 class Report:

@@ -100,7 +100,9 @@ def _tags(backing: Backing, held: Sequence[nn.Parameter]) -> list[Tag]:
 def _put(sites: Sequence[Site], parameters: Sequence[nn.Parameter]) -> None:
     for site, parameter in zip(sites, parameters, strict=True):
         site.set(parameter)
-        if isinstance(parameter, Tag) and _exact_state not in site.module._state_dict_hooks.values():
+        if not isinstance(parameter, Tag):
+            _unhook(site.module)
+        elif _exact_state not in site.module._state_dict_hooks.values():
             site.module.register_state_dict_post_hook(_exact_state)  # type: ignore[no-untyped-call]
 
 

@@ -143,8 +143,6 @@ def parameter_like(tag: Tag, values: torch.Tensor) -> nn.Parameter:
 
 
 def _make(cls: type[_T], backing: Backing, geometry: torch.Tensor, device: torch.device, *, requires_grad: bool) -> _T:
-    twin = backing.twin
-    assert twin is not None
     # A tag made in inference mode must work outside of it, like the weight that it stands for.
     with torch.inference_mode(mode=False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         dense = backing.dense
@@ -152,7 +150,7 @@ def _make(cls: type[_T], backing: Backing, geometry: torch.Tensor, device: torch
         tag: _T = torch.Tensor._make_subclass(cls, shown, requires_grad)  # type: ignore[type-var]
     tag.memreclaim_backing = backing
     tag.memreclaim_geometry = geometry
-    tag.memreclaim_whole = is_whole(geometry, twin.shape)
+    tag.memreclaim_whole = is_whole(geometry, backing.shape)
     tag.memreclaim_views = {}
     return tag
 
@@ -161,7 +159,7 @@ def _nothing(geometry: torch.Tensor, device: torch.device) -> torch.Tensor:
     """One NaN in all places, whose storage raises when its pointer is taken."""
     # All bits set are a NaN in every floating-point format, and a value of every other type that a weight is viewed as.
     nan = torch.full((geometry.element_size(),), 0xFF, dtype=torch.uint8, device=device).view(geometry.dtype)
-    torch._C._set_throw_on_mutable_data_ptr(nan)  # type: ignore[attr-defined]
+    torch._C._set_throw_on_mutable_data_ptr(nan)
     return nan.as_strided(geometry.shape, (0,) * geometry.dim())
 
 

@@ -12,18 +12,19 @@ contiguous bytes. The byte at offset ``(((g*4 + t)*2 + s)*2 + h)*4 + lo*2 + half
     row = half*8 + g            g: lane // 4 (0..7), half: upper or lower 8 rows
     col = s*16 + h*8 + t*2 + lo t: lane % 4 (0..3), s: k16 step, h: upper or lower k8, lo: element of a bf16 pair
 
-The low two offset bits are ``(lo, half)``, so that a 32-bit word decodes to two packed bf16 registers with one mask each:
-bytes 1 and 3 are the pair of row ``g + 8``, bytes 0 and 2 that of row ``g``.
-On an H200 this order is what took a 1..8-row kernel from 6.9 to 5.9 us per layer against natural order.
+The low two offset bits are ``(lo, half)``, so that a 32-bit word decodes to two packed bf16 registers with one mask
+each: bytes 1 and 3 are the pair of row ``g + 8``, bytes 0 and 2 that of row ``g``. On an H200 this order is what took a
+1..8-row kernel from 6.9 to 5.9 us per layer against natural order.
 
-This module knows torch only: importing it loads no Triton and starts no CUDA.
+Importing this module loads nothing: not Triton, not even torch.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 BLOCK = 32
 """Rows and columns that share one exponent."""

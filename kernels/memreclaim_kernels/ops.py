@@ -194,16 +194,22 @@ def _dequantize_cuda(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tens
 
 
 _first_use = threading.RLock()
+_in_check: Final = threading.local()
 
 
 def _backend_function(tensor: torch.Tensor, name: str) -> Callable[..., Any]:
     """``encode``, ``prove`` or ``dequantize`` of the backend that serves a device, checked before its first use."""
     device = plan.device_of(tensor.device)
-    if device not in plan.checked:
+    # The check itself comes through here; other threads wait until it is over.
+    if device not in plan.checked and not getattr(_in_check, "active", False):
         with _first_use:
             if device not in plan.checked:
-                plan.checked.add(device)  # first, since the check itself comes through here
-                import_module("memreclaim_kernels.selfcheck").check_backend(tensor.device)
+                _in_check.active = True
+                try:
+                    import_module("memreclaim_kernels.selfcheck").check_backend(tensor.device)
+                finally:
+                    _in_check.active = False
+                plan.checked.add(device)
     return _function(plan.backend_for(device), name)
 
 

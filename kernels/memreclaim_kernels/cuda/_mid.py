@@ -22,9 +22,9 @@ _TOKENS = (8, 16, 32, 48, 64)
 _FEW_TOKENS = 32
 _DEEP = ((256, 8), (256, 4), (128, 8), (128, 4))
 _SHORT = ((128, 8), (256, 4), (128, 4))
-"""(Columns, number) of stages in order of preference. Deep while blocks are small: 8 stages of 256 columns took 6.4 us at
-16 rows, 4 of them 6.8, and stages of 128 columns 1.5 us more for the same bytes in flight. Short once 16 warps decode: 96
-rows took 9.0 us against 9.4. H200."""
+"""(Columns, number) of stages in order of preference. Deep while blocks are small: 8 stages of 256 columns took 6.4 us
+at 16 rows, 4 of them 6.8, and stages of 128 columns 1.5 us more for the same bytes in flight. Short once 16 warps
+decode: 96 rows took 9.0 us against 9.4. H200."""
 _TRIGGER_STEP = 4
 """Stage after which the next kernel may start: 6.7 us at 8 rows, 7.1 when it starts at once (H200)."""
 
