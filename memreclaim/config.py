@@ -115,7 +115,9 @@ _SERVICE = (
     "PROBE_SECONDS",
 )
 """Read by :mod:`memreclaim.service.settings`."""
-_VARIABLES = frozenset(_PREFIX + name for name in (*_OWN, *_SERVICE))
+_KERNELS = ("CACHE_DIR",)
+"""Read by :mod:`memreclaim_kernels.cuda`: where compiled kernels are kept."""
+_VARIABLES = frozenset(_PREFIX + name for name in (*_OWN, *_SERVICE, *_KERNELS))
 
 
 def _choice(kind: type[_Choice], variable: str, value: str) -> _Choice:
