@@ -193,10 +193,7 @@ def test_readers_in_the_middle_of_a_swap(monkeypatch: pytest.MonkeyPatch, step: 
 
 
 def test_load_state_dict_while_serving() -> None:
-    """Case 27: a reload under load gives old or new rows of outputs, never anything else.
-
-    And the layer is proven anew.
-    """
+    """Case 27: a reload under load shows old or new elements, never others, and is proven anew."""
     model, rec = Stack(*stack(1).layers), reclaimer()
     o = activations(2)
     old, new = model.layers[0].wo_a.weight.detach().clone(), exact_weight(seed=8)

@@ -54,10 +54,7 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, step: str, error: type[BaseExcept
 def test_a_failure_at_any_step_puts_the_same_parameters_back(
     monkeypatch: pytest.MonkeyPatch, step: str, error: type[BaseException], mode: str
 ) -> None:
-    """Case 33: the layer that failed has its own objects again, the one before it stays reclaimed.
-
-    The ledger agrees.
-    """
+    """Case 33: a layer that failed has its own objects again, and the ledger agrees."""
     if mode == "twin" and step in ("StorageWeakRef", "_rebuilders"):
         pytest.skip("nothing is released in twin mode")
     model, rec = stack(2), reclaimer(mode)
@@ -184,10 +181,7 @@ def tied_storage() -> Stack:
 
 @pytest.mark.parametrize("tie", [tied_modules, tied_parameters, tied_storage])
 def test_a_tied_weight_is_dropped_once_and_served_twice(tie: Callable[[], Stack]) -> None:
-    """Case 21: one weight in two layers is one report line, and both layers are served.
-
-    Written and restored together.
-    """
+    """Case 21: a weight of two layers is one report line; both are served, written and restored."""
     model, rec = tie(), reclaimer()
     expected = model.layers[0].wo_a.weight.detach().clone()
     same_object = model.layers[0].wo_a.weight is model.layers[1].wo_a.weight
@@ -235,10 +229,7 @@ def test_the_storage_is_gone_after_a_drop() -> None:
 
 
 def test_a_write_between_proof_and_release_is_never_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Case 28: somebody who got hold of the weight writes it after the first proof.
-
-    The layer is kept with his values.
-    """
+    """Case 28: somebody who got hold of the weight and writes it after the first proof is never lost."""
     model, rec = stack(1), reclaimer()
     real = swap._put
     weight = weakref.ref(model.layers[0].wo_a.weight)
@@ -259,10 +250,7 @@ def test_a_write_between_proof_and_release_is_never_lost(monkeypatch: pytest.Mon
 
 
 def test_a_reader_that_takes_the_weight_during_the_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Case 22: a reference that appears after the ownership check gets the storage back alive.
-
-    And nothing is claimed.
-    """
+    """Case 22: a reference that appears after the ownership check gets the storage back alive, unclaimed."""
     model, rec = stack(1), reclaimer()
     expected = model.layers[0].wo_a.weight.detach().clone()
     model.layers[0].wo_a.weight.loader = "kept"

@@ -566,10 +566,7 @@ def test_raw_memory_is_refused_by_name(access: str) -> None:
 
 @pytest.mark.parametrize("schema", ["(Tensor x) -> Tensor", "(Tensor(a!) x) -> Tensor(a!)", "(Tensor[] x) -> Tensor"])
 def test_operators_outside_aten_are_refused(schema: str) -> None:
-    """Case 17: a custom operator, which may hand the pointer to any kernel.
-
-    Gets an error that names layer and operator.
-    """
+    """Case 17: a custom operator may hand the pointer to a kernel: an error names layer and operator."""
     library = torch.library.Library("memreclaim_test", "FRAGMENT")
     name = f"op{abs(hash(schema))}"
     op = _custom(library, name, schema)
@@ -677,10 +674,7 @@ def test_no_door_leads_to_the_placeholder(door: str) -> None:
 
 
 def test_data_of_another_tensor_shows_no_plausible_value() -> None:
-    """Case 17: ``other.data = tag`` copies the tag's metadata where nothing of Python is asked.
-
-    NaN or an error, no value.
-    """
+    """Case 17: ``other.data = tag`` asks nothing of Python: NaN or an error comes out, no value."""
     other = torch.zeros(WEIGHT.shape, dtype=torch.bfloat16)
     other.data = tag_of()
     try:
@@ -690,10 +684,7 @@ def test_data_of_another_tensor_shows_no_plausible_value() -> None:
 
 
 def test_setting_data_of_a_tag_to_a_tag() -> None:
-    """Case 19: a weight's data set to its own is no write; set to another's, or to a part.
-
-    It takes the exact values.
-    """
+    """Case 19: data set to a weight's own is no write; set to another tag, it takes the exact values."""
     layer, other = reclaimed(WEIGHT), reclaimed(exact_weight(seed=3))
     layer.cpu()
     layer.wo_a.weight.data = layer.wo_a.weight.data

@@ -277,10 +277,7 @@ def test_any_block_of_codes_is_found_again(data: st.DataObject) -> None:
 @EVERY_PROPERTY
 @given(st.lists(st.tuples(st.integers(0, 1023), st.integers(0, 0xFFFF)), max_size=12), st.integers(0, 2**31))
 def test_a_twin_is_exact_or_refused_for_any_bits(changes: list[tuple[int, int]], seed: int) -> None:
-    """Cases 2, 3, 6: with any bit patterns put anywhere.
-
-    A twin decodes to the weight or is refused for the right reason.
-    """
+    """Cases 2, 3, 6: whatever bits stand where, a twin is exact or refused for the right reason."""
     weight = exact_weight(1, 32, 32, seed=seed)
     for place, pattern in changes:
         weight.view(-1)[place] = bf16(pattern)
