@@ -101,7 +101,7 @@ def _write(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], writ
 
 def _restored(tag: Tagged) -> torch.Tensor:
     """The place in the restored bf16 weight that ``tag`` stands for."""
-    return apply_geometry(tag.memreclaim_backing.make_dense().detach(), tag.memreclaim_geometry)
+    return apply_geometry(tag.memreclaim_backing.write("a write"), tag.memreclaim_geometry)
 
 
 def _view(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

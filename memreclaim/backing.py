@@ -1,6 +1,6 @@
 """What the tags of one weight stand for.
 
-A backing is in one of three states, told by which of its two tensors it holds:
+A backing is in one of four states, told by which of its two tensors it holds:
 
 =========== ========= =======================================================================
 twin        dense     state
@@ -8,10 +8,12 @@ twin        dense     state
 a twin      None      reclaimed: served from the twin, reads decode it
 a twin      bf16      twin mode: served from the twin, reads and raw access go to the bf16 weight
 None        None      moved out: restored or written, and the model has a parameter again
+None        bf16      moved out where no tag stood in the model any more: the tags that are left own the weight
 =========== ========= =======================================================================
 
 Tags that outlive their backing's twin (a view that an engine cached, say) follow the model: they stand for whatever
-parameter is there now, a plain one or the tag of a later twin, and so never hold a weight's bytes themselves.
+parameter is there now, a plain one or the tag of a later twin, and so never hold a weight's bytes themselves. When that
+parameter is no longer a bf16 weight of the same shape, their geometry means nothing and they are refused.
 """
 
 from __future__ import annotations
@@ -35,17 +37,20 @@ if TYPE_CHECKING:
 class Home(Protocol):
     """Where in the model a weight stands."""
 
-    def move_in(self, backing: Backing, dense: torch.Tensor) -> None:
-        """Put parameters over ``dense`` wherever tags of ``backing`` stand; if it raises, none is changed."""
+    def move_in(self, backing: Backing, dense: torch.Tensor) -> bool:
+        """Put parameters over ``dense`` wherever tags of ``backing`` stand; if it raises, none is changed.
 
-    def current(self) -> torch.Tensor:
-        """The parameter that stands there now."""
+        False when none stands there: somebody took the weight out of the model, or put another in its place.
+        """
+
+    def current(self) -> torch.Tensor | None:
+        """The parameter that stands there now, if one does."""
 
 
 class Backing:
     """Twin or bf16 weight behind all tags of one layer, shared by every view of them."""
 
-    __slots__ = ("__weakref__", "_dense", "_home", "_twin", "layer", "lock", "numerics", "shape")
+    __slots__ = ("__weakref__", "_dense", "_home", "_layout", "_twin", "layer", "lock", "numerics", "shape")
 
     def __init__(self, layer: str, twin: Twin, home: Home, numerics: Numerics = "identical") -> None:
         """Start reclaimed."""
@@ -54,18 +59,20 @@ class Backing:
         self.shape = twin.shape
         self.lock = threading.RLock()
         self._home = home
+        self._layout = twin.layout
         self._twin: Twin | None = twin
         self._dense: torch.Tensor | None = None
 
     @property
     def twin(self) -> Twin | None:
         """The twin that serves, a later one after the layer was reclaimed again, or None."""
-        successor = self if self._twin is not None else self._successor()
+        own = self._twin is not None or self._dense is not None
+        successor = self if own else self._successor()
         return None if successor is None else successor._twin
 
     @property
     def dense(self) -> torch.Tensor | None:
-        """The bf16 weight in twin mode."""
+        """The bf16 weight in twin mode, or one that its tags own."""
         return self._dense
 
     @property
@@ -73,7 +80,7 @@ class Backing:
         """Whether the weight's bf16 bytes are gone."""
         if self._twin is not None:
             return self._dense is None
-        successor = self._successor()
+        successor = None if self._dense is not None else self._successor()
         return successor is not None and successor.released
 
     def _successor(self) -> Backing | None:
@@ -84,14 +91,32 @@ class Backing:
 
     def read(self, operation: str) -> torch.Tensor:
         """The exact bf16 weight for one reader: the weight itself, or a fresh copy that is counted by ``operation``."""
-        dense, twin = self._dense, self._twin
-        if dense is not None:
-            return dense
-        if twin is not None:
+        twin, dense = self._twin, self._dense  # in this order: make_dense sets a weight before it lets the twin go
+        if dense is None and twin is not None:
             counters.materializations.add(operation)
             return twin.dequantize()
-        current = self._home.current()
-        return current.memreclaim_backing.read(operation) if isinstance(current, Tagged) else current.detach()
+        if dense is None:
+            current, successor = self._home.current(), self._successor()
+            dense = current if successor is None else successor.read(operation)
+        return self._in_layout(dense, operation).detach().contiguous()
+
+    def write(self, operation: str) -> torch.Tensor:
+        """The bf16 weight, brought back for good, for one writer."""
+        weight = self._in_layout(self.make_dense(), operation)
+        if not weight.is_contiguous():
+            self.refuse(operation)
+        return weight.detach()
+
+    def _in_layout(self, weight: torch.Tensor | None, operation: str) -> torch.Tensor:
+        """Refuse what took the weight's place but is none of its kind: a converted or reshaped one, or nothing."""
+        if (
+            weight is None
+            or isinstance(weight, Tagged)
+            or weight.dtype != torch.bfloat16
+            or tuple(weight.shape) != self._layout
+        ):
+            self.refuse(operation)
+        return weight
 
     def keep(self, dense: torch.Tensor) -> None:
         """Enter twin mode: ``dense`` (contiguous bf16 of the weight's shape) stays beside the twin."""
@@ -104,17 +129,27 @@ class Backing:
     def make_dense(self) -> torch.Tensor:
         """Bring the bf16 weight back for good, because it is restored or about to be written; returns its parameter.
 
-        If that fails, for want of memory say, the error is raised and the twin goes on serving.
+        A weight whose tag no longer stands in the model is owned by its tags from then on, and never written to what
+        took its place. If it fails, for want of memory say, the error is raised and the twin goes on serving.
         """
         with self.lock:
             twin, dense = self._twin, self._dense
-            if twin is not None:
+            if twin is not None or dense is not None:
                 # A parameter made in inference mode could never be trained or written outside of it.
                 with torch.inference_mode(mode=False):
-                    self._home.move_in(self, twin.dequantize() if dense is None else dense)
-                self._twin = self._dense = None
-        current = self._home.current()
-        return current.memreclaim_backing.make_dense() if isinstance(current, Tagged) else current
+                    weight = twin.dequantize() if dense is None and twin is not None else dense
+                    assert weight is not None
+                    placed = self._home.move_in(self, weight)
+                self._dense = None if placed else weight
+                self._twin = None
+            if self._dense is not None:
+                return self._dense
+        current, successor = self._home.current(), self._successor()
+        if successor is not None:
+            return successor.make_dense()
+        if current is None or isinstance(current, Tagged):
+            self.refuse("a write")
+        return current
 
     def replace_data(self, value: torch.Tensor) -> None:
         """``weight.data = value`` on a tag: the layer is restored, then its parameter takes ``value``."""

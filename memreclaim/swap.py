@@ -202,7 +202,7 @@ class ModelHome:
         self._sites = sites
         self._tell = tell
 
-    def move_in(self, backing: Backing, dense: torch.Tensor) -> None:
+    def move_in(self, backing: Backing, dense: torch.Tensor) -> bool:
         """See :class:`memreclaim.backing.Home`."""
         standing = [(site, site.module._parameters.get(site.attribute)) for site in self._sites]
         ours = [(site, tag) for site, tag in standing if isinstance(tag, Tag) and tag.memreclaim_backing is backing]
@@ -211,10 +211,11 @@ class ModelHome:
         for site, tag in ours:
             site.set(made[id(tag)])
             _unhook(site.module)
+        return bool(ours)
 
-    def current(self) -> nn.Parameter:
+    def current(self) -> nn.Parameter | None:
         """See :class:`memreclaim.backing.Home`."""
-        return self._sites[0].get()
+        return self._sites[0].module._parameters.get(self._sites[0].attribute)
 
 
 def _unhook(module: nn.Module) -> None:

@@ -66,6 +66,11 @@ class Twin:
         return blocks.shape_of(self._packed)
 
     @property
+    def layout(self) -> tuple[int, ...]:
+        """Shape of the weight itself, which :meth:`dequantize` returns: ``(G, R, D)`` or ``(G*R, D)``."""
+        return self._layout
+
+    @property
     def device(self) -> torch.device:
         """Where codes and exponents live."""
         return self._packed.device

@@ -366,3 +366,62 @@ def test_no_memory_for_a_restore_leaves_the_twin_serving(monkeypatch: pytest.Mon
     assert mr.is_tag(model.layers[0].wo_a.weight)
     assert same_bits(model.layers[0].wo_a.weight.clone(), expected)
     rec.check_integrity()
+
+
+# Tags whose place in the model was taken
+
+
+@pytest.mark.parametrize("place", ["replaced", "deleted"])
+def test_a_write_to_a_tag_out_of_the_model_stays_there(place: str) -> None:
+    """Case 19: a tag taken out of its place owns its weight once written; what took its place is untouched."""
+    layer, newer = reclaimed(exact_weight()), exact_weight(seed=9)
+    tag = layer.wo_a.weight
+    del layer.wo_a.weight
+    if place == "replaced":
+        layer.wo_a.weight = nn.Parameter(newer.clone(), requires_grad=False)
+    tag[0].zero_()
+    assert not mr.is_tag(tag)
+    assert bool((tag[0] == 0).all())
+    assert same_bits(tag[1:].clone(), exact_weight()[1:])
+    assert place == "deleted" or same_bits(layer.wo_a.weight, newer)
+
+
+def test_a_write_while_functional_call_has_the_place() -> None:
+    """Case 19: a tag that comes back to its place after a write has the written weight, and a restore settles it."""
+    layer = reclaimed(exact_weight())
+    tag = layer.wo_a.weight
+
+    class Writer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self) -> None:
+            tag[0].zero_()
+
+    torch.func.functional_call(Writer(), {"layer.wo_a.weight": exact_weight(seed=9)}, ())
+    assert layer.wo_a.weight is tag
+    assert same_bits(tag[1:].clone(), exact_weight()[1:])
+    mr.Reclaimer().restore(layer)
+    assert type(layer.wo_a.weight) is nn.Parameter
+    assert same_bits(layer.wo_a.weight[1:], exact_weight()[1:])
+    assert same_bits(tag.clone(), layer.wo_a.weight)
+
+
+@pytest.mark.parametrize("change", ["half", "float", "another shape", "gone", "itself"])
+def test_a_stale_view_of_a_weight_of_another_kind_is_refused(change: str) -> None:
+    """Case 18: a view from before a conversion is never laid over bytes of another dtype or shape."""
+    layer = reclaimed(exact_weight())
+    tag, row = layer.wo_a.weight, layer.wo_a.weight[3]
+    mr.Reclaimer().restore(layer)
+    if change == "another shape":
+        layer.wo_a.weight.data = layer.wo_a.weight.view(96, 128)
+    elif change == "gone":
+        del layer.wo_a.weight
+    elif change == "itself":
+        layer.wo_a.weight = tag
+    else:
+        getattr(layer, change)()
+    for use in (row.clone, tag.zero_, row.zero_):
+        with pytest.raises(mr.TagAccessError, match="wo_a"):
+            use()

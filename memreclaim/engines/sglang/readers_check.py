@@ -69,7 +69,7 @@ def check_for(model: nn.Module) -> Check:
 class _Nowhere:
     """Home of a tag that never stands in a model."""
 
-    def move_in(self, backing: Backing, dense: torch.Tensor) -> None:
+    def move_in(self, backing: Backing, dense: torch.Tensor) -> bool:
         """A reader wrote into the weight: it is none that can be served."""
         message = f"{backing.layer}: a reader wrote {tuple(dense.shape)}"
         raise RuntimeError(message)
