@@ -98,13 +98,25 @@ def _places(model: nn.Module) -> dict[int, tuple[Site, ...]]:
 
 
 def _identity(weight: torch.Tensor) -> int:
-    """What two parameters over the same bytes have in common; the object itself where there are none (meta)."""
-    if weight.device.type == "meta":
+    """What two parameters over the same bytes have in common; the object itself where there are none of its own.
+
+    Models hold parameters without bytes of their own (meta, lazy) and without any storage to ask (sparse, opaque,
+    wrappers around other tensors): none of them is a target, and none may stop the search for those that are.
+    """
+    if weight.device.type == "meta" or not _is_plain(weight):
         return id(weight)
     return weight.untyped_storage().data_ptr() or id(weight)
 
 
+def _is_plain(weight: torch.Tensor) -> bool:
+    """Whether a tensor is strided memory and nothing else; no wrapper, nothing still to be made."""
+    own = type(weight).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return not own and not nn.parameter.is_lazy(weight) and weight.layout is torch.strided
+
+
 def _candidate(path: str, parent: nn.Module, weight: nn.Parameter, sites: tuple[Site, ...]) -> Candidate:
+    if not _is_plain(weight):
+        return Candidate(path, sites, 0, 0, Reason.SHAPE if nn.parameter.is_lazy(weight) else Reason.UNKNOWN_READER)
     groups = _groups(parent, weight)
     refusal = _refusal(weight, groups, sites)
     gross = weight.numel() * weight.element_size() if weight.dtype == torch.bfloat16 else 0

@@ -8,6 +8,7 @@ import pytest
 import torch
 from core.models import Attention, Stack, Weighted, exact_weight, reclaimed, reclaimer, same_bits, stack
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import memreclaim as mr
 from memreclaim.discover import discover
@@ -37,6 +38,30 @@ def test_group_count(attributes: dict[str, int], rows: int, groups: int) -> None
     for name, value in attributes.items():
         setattr(parent, name, value)
     assert [one.groups for one in discover(parent)] == [groups]
+
+
+def _unusual(kind: str) -> nn.Parameter:
+    if kind == "lazy":
+        return nn.UninitializedParameter(requires_grad=False, dtype=torch.bfloat16)
+    made: dict[str, Callable[[], torch.Tensor]] = {
+        "sparse": lambda: torch.eye(3, dtype=torch.bfloat16).to_sparse(),
+        "wrapper": lambda: TwoTensor(exact_weight(), exact_weight()),
+    }
+    return nn.Parameter(made[kind](), requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("lazy", "shape"), ("sparse", "unknown_reader"), ("wrapper", "unknown_reader")]
+)
+def test_parameters_without_memory_of_their_own(kind: str, reason: str) -> None:
+    """Case 11: a lazy, sparse or wrapped parameter stops no search; where a ``wo_a`` is one, it is kept."""
+    model = stack(1)
+    model.elsewhere = Weighted(_unusual(kind))
+    model.odd = nn.Module()
+    model.odd.wo_a = Weighted(_unusual(kind))
+    report = reclaimer().reclaim(model)
+    found = {layer.name: (layer.state.value, layer.reason) for layer in report.layers}
+    assert found == {"layers.0.wo_a": ("reclaimed", None), "odd.wo_a": ("kept", reason)}
 
 
 def test_a_three_dimensional_weight_brings_its_groups() -> None:
