@@ -72,12 +72,17 @@ class _Answered(Tagged):
         return _make(TagView, self.memreclaim_backing, geometry, self.device, requires_grad=False)
 
     @eager
-    def view(self, *shape: Any) -> torch.Tensor:
+    def view(self, *shape: Any, **named: Any) -> torch.Tensor:
         """View as in torch; regrouping a weight is cached, since engines do it on every call."""
+        # A view that was made before carries no gradients; the first question is the cheap one.
+        trains = torch.is_grad_enabled() and self.requires_grad  # type: ignore[attr-defined]
+        if trains or named or (shape and isinstance(shape[0], list)):
+            result: torch.Tensor = torch.Tensor.view(self, *shape, **named)  # type: ignore[call-overload]
+            return result
         cached = self.memreclaim_views.get(shape)
         if cached is not None and self.memreclaim_backing.twin is not None:
             return cached
-        result: torch.Tensor = torch.Tensor.view(self, *shape)  # type: ignore[call-overload]
+        result = torch.Tensor.view(self, *shape)  # type: ignore[call-overload]
         if isinstance(result, Tagged) and not result.requires_grad:
             self.memreclaim_views[shape] = result
         return result

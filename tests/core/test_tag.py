@@ -716,6 +716,29 @@ def test_regrouping_is_cached() -> None:
     assert bool((view.clone() == 1).all())
 
 
+@pytest.mark.parametrize("how", ["list", "size=", "dtype="])
+def test_every_way_to_call_view(how: str) -> None:
+    """A view asked for by a list, or by name, is that of a plain weight."""
+    ways: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "list": lambda t: t.view([2, 64, 96]),  # type: ignore[arg-type]
+        "size=": lambda t: t.view(size=(2, 64, 96)),  # type: ignore[call-overload]
+        "dtype=": lambda t: t.view(dtype=torch.int16),  # type: ignore[call-overload]
+    }
+    assert same_bits(ways[how](tag_of()).clone(), ways[how](WEIGHT))
+
+
+def test_a_cached_view_is_no_dead_end_for_gradients() -> None:
+    """A weight that is trained after it was served gets its gradient, though its view was cached before."""
+    layer, o = reclaimed(WEIGHT), activations(2)
+    layer(o)
+    layer.requires_grad_()
+    layer(o).sum().backward()
+    plain = Attention(WEIGHT.clone())
+    plain.requires_grad_()
+    plain(o).sum().backward()
+    assert same_bits(layer.wo_a.weight.grad, plain.wo_a.weight.grad)
+
+
 # Twin mode
 
 
