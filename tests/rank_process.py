@@ -26,6 +26,8 @@ def main(path: str, tp_rank: str, port: str, *planted: str) -> None:
     if planted:
         plant(made.model)
     made.service.rank.ranks = 2
+    # On a busy machine even the tiny twin takes longer than a probe may by default, and nothing would be sampled.
+    made.service.probe._longest = 10.0
     made.service.probe.baseline(*first_weight(made.model))
     made.service.reclaim_at_start()
     load = SteadyLoad(made.server, 0.5)
