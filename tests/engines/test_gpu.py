@@ -54,7 +54,11 @@ def test_reclaimed_and_restored_weights_give_the_same_bits(demo: ref.ReferenceMo
     # Tables and buffers that kernels keep from their first use on count against what was freed.
     assert report.gross_bytes - MIB < report.freed.allocator <= report.gross_bytes
     assert report.pool is not None
-    assert 0.9 * report.net_bytes < report.pool.tokens_gained * pool.bytes_per_token <= report.net_bytes
+    # The driver counts what CUDA loaded meanwhile as used: the pool is offered what all measures agree on.
+    offered = report.freed.least - report.twin_bytes
+    taken = int(report.pool.tokens_gained * pool.bytes_per_token)
+    assert offered == taken + report.pool.head_room_bytes
+    assert 0 < taken <= report.net_bytes
     assert before.first_difference(ref.serve_workload(demo, pool, WORK)) is None
     reclaimer.restore(demo)
     assert before.first_difference(ref.serve_workload(demo, pool, WORK)) is None
