@@ -33,6 +33,8 @@ BOUNDS: Final[Mapping[str, tuple[float, ...]]] = {
 }
 """Upper ends of the buckets of each histogram, in seconds; the last bucket, without end, is not named."""
 TRIGGERS: Final = ("startup", "http", "timer", "api")
+HOLDING: Final = ("reclaim", "restore", "update")
+"""Operations that hold the engine at a safe point."""
 OPERATIONS: Final = ("reclaim", "restore", "audit", "update")
 RESULTS: Final = ("ok", "mismatch", "error")
 _trigger: ContextVar[str] = ContextVar("memreclaim_trigger", default="api")
@@ -97,7 +99,7 @@ class Journal:
         self._events: deque[Event] = deque(maxlen=EVENTS_KEPT)
         self._measured: dict[str, Measured] = {}
         self._pool: PoolChange | None = None
-        self._running: str | None = None
+        self._running: Counter[str] = Counter()
 
     def add(self, metric: str, *labels: str, by: int = 1) -> None:
         """Count ``by`` more."""
@@ -138,14 +140,16 @@ class Journal:
         ``name`` is one of :data:`OPERATIONS`; the block sets ``result`` when it ended badly and raised nothing.
         """
         outcome, started = Outcome(), time.perf_counter()
-        self._running = name
+        with self._lock:
+            self._running[name] += 1
         try:
             yield outcome
         except BaseException:
             outcome.result = "error"
             raise
         finally:
-            self._running = None
+            with self._lock:
+                self._running[name] -= 1
             labels = (name, _trigger.get(), outcome.result)
             self.add("operations_total", *labels)
             self.observe("operation_duration_seconds", time.perf_counter() - started, *labels)
@@ -168,8 +172,9 @@ class Journal:
 
     @property
     def running(self) -> str | None:
-        """The operation that runs now."""
-        return self._running
+        """The operation that runs now: one that holds the engine, before an audit, which may run beside it."""
+        with self._lock:
+            return next((name for name in (*HOLDING, "audit") if self._running[name]), None)
 
     @property
     def pool(self) -> PoolChange | None:

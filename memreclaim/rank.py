@@ -20,6 +20,7 @@ import torch
 from memreclaim import counters, events, figures
 from memreclaim._version import __version__
 from memreclaim.config import Mode
+from memreclaim.journal import HOLDING
 from memreclaim.snapshot import MISMATCHES, FreedBytes, LayerReport
 from memreclaim.states import State
 
@@ -268,7 +269,7 @@ class Rank:
         running = self.journal.running
         if not self.started and (running is not None or not layers):
             return RankState.STARTING
-        if running in ("reclaim", "restore", "update"):
+        if running in HOLDING:
             return RankState.WORKING
         return RankState.DEGRADED if any(layer.reason in MISMATCHES for layer in layers) else RankState.READY
 
