@@ -213,7 +213,7 @@ class _Run:
         self, operation: str, components: set[str], freed: FreedBytes, extra: int | None, pool: PoolChange | None
     ) -> Report:
         layers = tuple(layer for layer in self._ledger.layers() if layer.component in components)
-        report = Report(layers, freed, extra, pool, time.perf_counter() - self._started)
+        report = Report(layers, freed, extra, pool, time.perf_counter() - self._started, self._twins)
         events.summary(operation, report)
         return report
 

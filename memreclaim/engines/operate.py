@@ -35,7 +35,7 @@ def reclaim(reclaimer: Reclaimer, adapter: EngineAdapter) -> tuple[Report, ...]:
                 refused=refused,
                 terms=_terms(reclaimer, adapter, part.role.value),
             )
-        adapter.released(_measured(report))
+        adapter.released(report.run_net_bytes)
         reports.append(report)
     return tuple(reports)
 
@@ -63,10 +63,3 @@ def _terms(reclaimer: Reclaimer, adapter: EngineAdapter, subject: str) -> Terms:
 
 def _net(reclaimer: Reclaimer) -> int:
     return sum(layer.gross_bytes - layer.twin_bytes for layer in reclaimer.ledger.layers() if layer.gross_bytes)
-
-
-def _measured(report: Report) -> int:
-    """Net bytes by the most cautious measure there is."""
-    known = [n for n in (report.freed.nominal, report.freed.allocator, report.freed.device) if n is not None]
-    twins = sum(layer.twin_bytes for layer in report.layers if layer.gross_bytes)
-    return max(0, min(known) - twins)

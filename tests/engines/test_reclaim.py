@@ -12,7 +12,9 @@ from engine_runs import WAIT, bits, serve
 
 from memreclaim import Reclaimer, counters, is_tag, reclaimer, twin_of
 from memreclaim.checkpoint import Checkpoint, write_checkpoint
+from memreclaim.engines import operate
 from memreclaim.engines import reference as ref
+from memreclaim.engines.reference.attention import Attention
 from memreclaim.errors import PoolError
 from memreclaim.meter import ProcessMeter
 from memreclaim.states import Phase, Reason, State
@@ -44,6 +46,10 @@ class ExactMeter(ProcessMeter):
         """Bytes of what serves now."""
         weights = [weight_of(self._model, layer) for layer in WO_A]
         return sum(twin_of(weight).nbytes if is_tag(weight) else weight.nbytes for weight in weights)
+
+
+class OwnReader(Attention):
+    """A layer that may read its weight in a way of its own."""
 
 
 @pytest.fixture
@@ -151,6 +157,21 @@ def test_pinned_pool_keeps_its_size_and_says_so(measured: ref.ReferenceModel) ->
     assert report.pool is not None
     assert (report.pool.tokens_gained, report.pool.limited_by) == (0, "pin")
     assert report.pool.head_room_bytes == NET_BYTES
+
+
+def test_second_reclaim_books_what_it_released_itself(measured: ref.ReferenceModel) -> None:
+    """A layer that comes later adds its own net bytes to the engine's book; twins of earlier runs cost nothing more."""
+    adapter, manager = ref.ReferenceAdapter(measured), Reclaimer()
+    one = measured.layers[0].attn
+    stock, one.__class__ = type(one), OwnReader
+    first = operate.reclaim(manager, adapter)
+    assert adapter.released_bytes == NET_BYTES * 2 // 3
+    one.__class__ = stock
+    second = operate.reclaim(manager, adapter)
+    assert [report.run_net_bytes for report in (*first, *second)] == [n * NET_BYTES // 3 for n in (1, 1, 1, 0)]
+    assert adapter.released_bytes == NET_BYTES
+    operate.restore(manager, adapter)
+    assert adapter.released_bytes == 0
 
 
 def test_grown_pool_serves_more_requests_at_once(measured: ref.ReferenceModel) -> None:
