@@ -129,12 +129,25 @@ def _meta(leaf: object) -> object:
 
 
 def _read(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the operator on the exact bf16 values."""
+    """Run the operator on the exact bf16 values.
+
+    Some operators return their input's memory though their schema does not say so (``unsafe_split``), and ``set_`` lets
+    a plain tensor take it. Writes to that memory are not seen here, so a kept bf16 weight loses its twin then.
+    """
     name = str(func)
-    return func(
+    result = func(
         *pytree.tree_map(lambda leaf: _exact(leaf, name), args),
         **pytree.tree_map(lambda leaf: _exact(leaf, name), kwargs),
     )
+    for tag in tagged_in(args, kwargs):
+        dense = tag.memreclaim_backing.dense
+        if dense is not None and any(_shares(leaf, dense) for leaf in pytree.tree_leaves(result)):
+            tag.memreclaim_backing.make_dense()
+    return result
+
+
+def _shares(leaf: object, dense: torch.Tensor) -> bool:
+    return isinstance(leaf, torch.Tensor) and torch._C._is_alias_of(leaf, dense)  # type: ignore[attr-defined]
 
 
 def _exact(leaf: object, operation: str) -> object:
@@ -146,6 +159,17 @@ def _values(method: str) -> Callable[..., Any]:
 
     def call(tag: Tagged, *args: Any, **kwargs: Any) -> Any:
         return getattr(exact(tag, method).detach(), method)(*args, **kwargs)
+
+    return call
+
+
+def _shared(method: str) -> Callable[..., Any]:
+    """Call a tensor method whose result may share the weight's memory, which is then written unseen: no twin of it."""
+
+    def call(tag: Tagged, *args: Any, **kwargs: Any) -> Any:
+        if not tag.memreclaim_backing.released:
+            tag.memreclaim_backing.make_dense()
+        return _values(method)(tag, *args, **kwargs)
 
     return call
 
@@ -199,9 +223,9 @@ def _set_data(tag: Tagged, value: torch.Tensor) -> None:
 
 
 BEYOND_DISPATCH: dict[Any, Callable[..., Any]] = {
-    torch.Tensor.numpy: _values("numpy"),
+    torch.Tensor.numpy: _shared("numpy"),
     torch.Tensor.tolist: _values("tolist"),
-    torch.Tensor.__array__: _values("__array__"),
+    torch.Tensor.__array__: _shared("__array__"),
     torch.Tensor.__format__: _values("__format__"),
     torch.Tensor.apply_: _writes("apply_"),
     torch.Tensor.map_: _writes("map_"),

@@ -773,6 +773,26 @@ def test_twin_mode_never_serves_a_stale_twin(write: str) -> None:
     rec.check_integrity()
 
 
+SHARING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "numpy": lambda t: torch.from_numpy(t.view(torch.int16).numpy()),
+    "asarray": lambda t: torch.from_numpy(np.asarray(t.view(torch.int16))),
+    "unsafe_split": lambda t: torch.unsafe_split(t, 64)[1],
+    "_unsafe_view": lambda t: torch.ops.aten._unsafe_view(t, [2, 64, 96]),
+    "set_": lambda t: torch.empty(0, dtype=torch.bfloat16).set_(t),
+}
+
+
+@pytest.mark.parametrize("way", SHARING)
+def test_twin_mode_ends_where_memory_is_shared(way: str) -> None:
+    """Case 28: a write through memory that a reader was given in twin mode is served, never the stale twin."""
+    layer, o = Attention(WEIGHT.clone()), activations(3)
+    reclaimer("twin").reclaim(layer)
+    SHARING[way](layer.wo_a.weight).zero_()
+    written = layer.wo_a.weight.clone()
+    assert not same_bits(written, WEIGHT)
+    assert same_bits(layer(o), Attention(written)(o))
+
+
 def test_twin_mode_raw_pointer_ends_the_twin() -> None:
     """Case 28: who is given the pointer may write unseen, so the twin is not served from then on."""
     model, rec = stack(1), reclaimer("twin")
