@@ -16,8 +16,8 @@ import gc
 import sys
 import time
 import weakref
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
@@ -106,12 +106,24 @@ def _put(sites: Sequence[Site], parameters: Sequence[nn.Parameter]) -> None:
             site.module.register_state_dict_post_hook(_exact_state)  # type: ignore[no-untyped-call]
 
 
-def _exact_state(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
+class _ExactState:
     """Hook of ``state_dict``: what it took for a detached weight becomes one, since savers read raw memory."""
-    for name in module._parameters:
-        value = state.get(prefix + name)
-        if isinstance(value, TagView):
-            state[prefix + name] = exact(value, "state_dict")
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
+        for name in module._parameters:
+            value = state.get(prefix + name)
+            if isinstance(value, TagView):
+                state[prefix + name] = exact(value, "state_dict")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle, as part of a module whose weights are plain there, as something of Python's own that does nothing.
+
+        A saved module then loads where memreclaim is not installed.
+        """
+        return getattr, (nullcontext(), "__exit__")
+
+
+_exact_state: Final = _ExactState()
 
 
 def _synchronize(device: torch.device) -> None:

@@ -401,6 +401,20 @@ def test_savers_store_the_exact_weight(how: str, what: str) -> None:
     assert mr.is_tag(layer.wo_a.weight)
 
 
+def test_a_saved_module_knows_nothing_of_memreclaim() -> None:
+    """Case 18: a pickled module loads where memreclaim is not installed, and gives and takes state dicts there."""
+    linear = nn.Linear(96, 128, bias=False, dtype=torch.bfloat16)
+    linear.weight = nn.Parameter(WEIGHT.clone(), requires_grad=False)
+    layer = Attention(WEIGHT)
+    layer.wo_a = linear
+    drop(layer)
+    pickled = pickle.dumps(linear)
+    assert b"memreclaim" not in pickled
+    loaded = pickle.loads(pickled)  # noqa: S301
+    assert same_bits(loaded.state_dict()["weight"], WEIGHT)
+    assert same_bits(linear.state_dict()["weight"], WEIGHT)
+
+
 def test_deepcopy_of_a_module_keeps_ties_and_is_independent() -> None:
     """Case 18: a copied module shares what its original shared, and a write into it leaves the original alone."""
     model = stack(2)
