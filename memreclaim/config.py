@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _PREFIX = "MEMRECLAIM_"
+_MAX_PORT = 65535
 
 
 class Mode(StrEnum):
@@ -75,8 +76,15 @@ class Settings:
             ("log_format", LogFormat),
         ):
             object.__setattr__(self, name, _choice(kind, name, getattr(self, name)))
-        if not self.targets:
-            raise ConfigError("targets", "name at least one target")
+        words = {"targets": (_targets, self.targets), "draft": (_switch, self.draft), "http": (_address, self.http)}
+        for name, (read, value) in words.items():
+            if isinstance(value, str):
+                object.__setattr__(self, name, read(name, value))
+        object.__setattr__(self, "targets", _names("targets", self.targets))
+        if not isinstance(self.draft, bool):
+            raise ConfigError("draft", f"{self.draft!r} is neither True nor False")
+        if self.http is not None and not _is_address(self.http):
+            raise ConfigError("http", f"{self.http!r} is neither None nor host and port")
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:
@@ -93,12 +101,12 @@ class Settings:
         return cls(
             mode=_choice(Mode, "MEMRECLAIM", env.get("MEMRECLAIM", Mode.OFF)),
             numerics=_choice(Numerics, "MEMRECLAIM_NUMERICS", env.get("MEMRECLAIM_NUMERICS", Numerics.IDENTICAL)),
-            targets=_targets(env.get("MEMRECLAIM_TARGETS", "wo_a")),
+            targets=_targets("MEMRECLAIM_TARGETS", env.get("MEMRECLAIM_TARGETS", "wo_a")),
             draft=_switch("MEMRECLAIM_DRAFT", env.get("MEMRECLAIM_DRAFT", "on")),
             on_mismatch=_choice(
                 OnMismatch, "MEMRECLAIM_ON_MISMATCH", env.get("MEMRECLAIM_ON_MISMATCH", OnMismatch.KEEP)
             ),
-            http=_address(env.get("MEMRECLAIM_HTTP", "off")),
+            http=_address("MEMRECLAIM_HTTP", env.get("MEMRECLAIM_HTTP", "off")),
             log_format=_choice(LogFormat, "MEMRECLAIM_LOG_FORMAT", env.get("MEMRECLAIM_LOG_FORMAT", LogFormat.HOST)),
         )
 
@@ -133,17 +141,32 @@ def _switch(variable: str, value: str) -> bool:
     return value == "on"
 
 
-def _targets(value: str) -> tuple[str, ...]:
+def _targets(variable: str, value: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in value.split(","))
     if not all(name.isidentifier() for name in names):
-        raise ConfigError("MEMRECLAIM_TARGETS", f"{value!r} is not a comma-separated list of module names")
+        raise ConfigError(variable, f"{value!r} is not a comma-separated list of module names")
     return names
 
 
-def _address(value: str) -> tuple[str, int] | None:
+def _names(variable: str, value: object) -> tuple[str, ...]:
+    names = tuple(value) if isinstance(value, (tuple, list)) else ()
+    if not names or not all(isinstance(name, str) and name.isidentifier() for name in names):
+        raise ConfigError(variable, f"{value!r} holds no module names, or something else")
+    return names
+
+
+def _address(variable: str, value: str) -> tuple[str, int] | None:
     if value == "off":
         return None
     host, colon, port = value.rpartition(":")
-    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:  # noqa: PLR2004
-        raise ConfigError("MEMRECLAIM_HTTP", f"{value!r} is neither off nor host:port")
+    digits = port.isascii() and port.isdigit() and len(port) <= len(str(_MAX_PORT))
+    if not colon or not host or not digits or int(port) > _MAX_PORT:
+        raise ConfigError(variable, f"{value!r} is neither off nor host:port")
     return host.strip("[]"), int(port)
+
+
+def _is_address(value: object) -> bool:
+    if not isinstance(value, tuple) or len(value) != 2:  # noqa: PLR2004
+        return False
+    host, port = value
+    return isinstance(host, str) and bool(host) and type(port) is int and 0 <= port <= _MAX_PORT

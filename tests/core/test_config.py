@@ -39,7 +39,7 @@ def test_every_setting() -> None:
         ("MEMRECLAIM_TARGETS", "wo_a,,b"), ("MEMRECLAIM_TARGETS", "wo-a"), ("MEMRECLAIM_DRAFT", "true"),
         ("MEMRECLAIM_ON_MISMATCH", "die"), ("MEMRECLAIM_HTTP", "8080"),
         ("MEMRECLAIM_HTTP", "host:"), ("MEMRECLAIM_HTTP", ":80"),
-        ("MEMRECLAIM_HTTP", "host:65536"), ("MEMRECLAIM_HTTP", "host:-1"),
+        ("MEMRECLAIM_HTTP", "host:65536"), ("MEMRECLAIM_HTTP", "host:-1"), ("MEMRECLAIM_HTTP", "host:" + "9" * 5000),
         ("MEMRECLAIM_HTTP", "host:٣"), ("MEMRECLAIM_LOG_FORMAT", "xml"),
         ("MEMRECLAIM_NUMERIC", "fused"), ("MEMRECLAIM_", "x"),
     ],
@@ -81,3 +81,24 @@ def test_words_and_members_are_the_same() -> None:
     assert (settings.mode, settings == mr.Settings(mode=Mode.TWIN)) == (Mode.TWIN, True)
     with pytest.raises(AttributeError):
         settings.mode = Mode.ON
+
+
+def test_fields_take_the_words_of_the_environment() -> None:
+    """A field set from Python reads a word as its variable does: ``draft="off"`` is off, and one target is one name."""
+    settings = mr.Settings(targets="wo_a, wo_b", draft="off", http="localhost:80")  # type: ignore[arg-type]
+    assert (settings.targets, settings.draft, settings.http) == (("wo_a", "wo_b"), False, ("localhost", 80))
+    assert mr.Settings(targets=["wo_a"], http="off") == mr.Settings()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("targets", ()), ("targets", ("wo a",)), ("targets", (3,)), ("targets", None), ("targets", "wo-a"),
+        ("draft", "no"), ("draft", 1), ("http", ("h", 65536)), ("http", ("h", "80")), ("http", ("", 80)),
+        ("http", 80), ("mode", None),
+    ],
+)  # fmt: skip
+def test_bad_fields_are_named(field: str, value: object) -> None:
+    """A field set from Python to what it cannot be is refused by its name."""
+    with pytest.raises(mr.ConfigError, match=field):
+        mr.Settings(**{field: value})  # type: ignore[arg-type]
