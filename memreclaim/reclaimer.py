@@ -150,6 +150,7 @@ class _Run:
         change = Change(self._meter)
         for backing in backings.values():
             backing.make_dense()
+        swap.settle(self._model)
         components = {entry.component for entry in entries}
         return self._report("restored", components, FreedBytes(0, None, None), change.peak_extra(), pool)
 

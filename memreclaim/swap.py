@@ -206,6 +206,17 @@ def _rebuilders(held: Sequence[nn.Parameter]) -> list[Callable[[torch.UntypedSto
     return [rebuilder(parameter) for parameter in held]
 
 
+def settle(model: nn.Module) -> None:
+    """Replace tags that are moved out but stand where their weight was not: put there since, or written elsewhere."""
+    for module in model.modules():
+        for name, standing in module._parameters.items():
+            if isinstance(standing, Tag):
+                weight = standing.memreclaim_backing.make_dense()
+                module._parameters[name] = (
+                    weight if isinstance(weight, nn.Parameter) else parameter_like(standing, weight)
+                )
+
+
 class ModelHome:
     """The places in a model that one weight's tags stand at."""
 

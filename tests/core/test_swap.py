@@ -425,3 +425,15 @@ def test_a_stale_view_of_a_weight_of_another_kind_is_refused(change: str) -> Non
     for use in (row.clone, tag.zero_, row.zero_):
         with pytest.raises(mr.TagAccessError, match="wo_a"):
             use()
+
+
+def test_a_restore_finds_tags_that_were_tied_later() -> None:
+    """Case 21: a tag that was put in another place after the reclaim is the same parameter there after a restore."""
+    model, rec = stack(1), reclaimer()
+    expected = model.layers[0].wo_a.weight.detach().clone()
+    rec.reclaim(model)
+    model.extra = Weighted(model.layers[0].wo_a.weight)
+    rec.restore(model)
+    assert type(model.extra.weight) is nn.Parameter
+    assert model.extra.weight is model.layers[0].wo_a.weight
+    assert same_bits(model.extra.weight, expected)
