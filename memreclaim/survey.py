@@ -124,7 +124,7 @@ def groups_per_rank(groups: int, tp: int) -> int:
     Groups that do not divide are padded until each rank has the same power of two of them: 8 groups at TP3 become 12,
     4 each.
     """
-    return 1 << (-(-groups // tp) - 1).bit_length()
+    return groups // tp if groups % tp == 0 else 1 << (-(-groups // tp) - 1).bit_length()
 
 
 def survey(

@@ -94,10 +94,11 @@ def _scaled_down_release() -> dict[str, dict[str, Stored]]:
 
 @pytest.mark.parametrize(
     ("groups", "tp", "local"),
-    [(8, 1, 8), (8, 2, 4), (8, 3, 4), (8, 4, 2), (8, 8, 1), (8, 16, 1), (16, 8, 2), (16, 6, 4), (1, 1, 1), (2, 3, 1)],
-)
+    [(8, 1, 8), (8, 2, 4), (8, 3, 4), (8, 4, 2), (8, 8, 1), (8, 16, 1), (16, 8, 2), (16, 6, 4), (1, 1, 1), (2, 3, 1),
+     (6, 1, 6), (6, 2, 3)],
+)  # fmt: skip
 def test_groups_per_rank(groups: int, tp: int, local: int) -> None:
-    """Each rank has a power of two of groups; where they do not divide, padding makes up the rest."""
+    """Groups that divide are shared out as they are; where they do not, padding makes up a power of two for each."""
     assert local == groups_per_rank(groups, tp)
 
 
