@@ -11,6 +11,7 @@ import argparse
 import os
 import sys
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 from memreclaim._version import __version__
@@ -42,9 +43,14 @@ class Command(Protocol):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; one clear line on stderr says what went wrong."""
+    if sys.stderr is None:  # closed by the caller: there is nobody to tell
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - open as long as the program runs
     parser = build_parser()
     arguments = parser.parse_args(argv)
     screen = Screen(as_json=arguments.json)
+    if sys.stdout is None:
+        screen.complain("stdout is closed")
+        return ExitCode.ERROR
     try:
         code = _command(arguments.command).run(arguments, screen)
         sys.stdout.flush()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import tempfile
 import time
 from collections import Counter
 from contextlib import contextmanager
@@ -135,9 +136,12 @@ def run(arguments: argparse.Namespace, screen: Screen) -> ExitCode:
 
 
 def default_folder() -> Path:
-    """The user's cache folder."""
+    """The user's cache folder; one of temporary files for a user without a home, as containers have them."""
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "memreclaim"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "memreclaim"
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / f"memreclaim-{os.getuid()}"
 
 
 def ensure_checkpoint(folder: Path, config: reference.ModelConfig) -> Path:

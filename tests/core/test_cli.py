@@ -220,6 +220,17 @@ def test_a_reader_that_left_is_no_traceback(exact: str) -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.parametrize(("closed", "code", "told"), [(1, ExitCode.ERROR, "stdout is closed"), (2, ExitCode.OK, "")])
+def test_closed_streams_are_no_traceback(exact: str, closed: int, code: int, told: str) -> None:
+    """Without a stdout one line says so; without a stderr the result is printed all the same."""
+    command = [sys.executable, "-m", "memreclaim", "survey", exact]
+    shell = ["sh", "-c", f'exec "$@" {closed}>&-', "sh", *command]
+    ended = subprocess.run(shell, capture_output=True, text=True, check=False)
+    assert (ended.returncode, len(ended.stderr.splitlines())) == (code, bool(told))
+    assert told in ended.stderr
+    assert bool(ended.stdout) == (closed != 1)
+
+
 def test_help_and_survey_load_no_torch(exact: str) -> None:
     """Help, completion and the survey of a usual checkpoint answer without importing torch."""
     program = (

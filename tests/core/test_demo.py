@@ -167,3 +167,18 @@ def test_the_default_folder_is_the_users_cache(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert demo.default_folder() == tmp_path / ".cache" / "memreclaim"
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A user with neither HOME nor a line in the password file, as in containers, gets every command all the same."""
+
+    def homeless() -> Path:
+        message = "Could not determine home directory."
+        raise RuntimeError(message)
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("pathlib.Path.home", homeless)
+    with pytest.raises(SystemExit) as ended:
+        main(["demo", "--help"])
+    assert ended.value.code == 0
+    assert "memreclaim-" in capsys.readouterr().out
