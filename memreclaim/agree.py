@@ -177,10 +177,9 @@ class Terms:
         return {**theirs, **ours, **refused}
 
     def place(self, layer: str, twin: Twin) -> Twin:
-        """``twin``, in the memory that was set aside for it, if any of its shape was."""
+        """``twin``, in the memory that was set aside for it, if any of its shape was; at the engine's safe point."""
         old = self.storage.get(layer)
         if old is None or old.shape != twin.shape:
             return twin
-        old.packed.copy_(twin.packed)
-        old.exponents.copy_(twin.exponents)
+        old.overwrite(twin)
         return old

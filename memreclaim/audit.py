@@ -1,9 +1,10 @@
 """The audit: whether the twins that serve are still the bytes that were proven.
 
 It reads every served twin slab by slab, at most so many bytes a second, and compares each slab with its fingerprint.
-Reading needs no safe point: twins never change. Between two slabs it holds no reference to a twin, so that a restore
-frees memory at once. A damaged twin is rebuilt in place from a source of exact weights, if there is one, at a safe
-point; its address stays, since CUDA graphs may hold it. A twin that cannot be rebuilt turns the rank unready.
+Reading needs no safe point: a twin that serves keeps its bytes until :meth:`~memreclaim.twin.Twin.overwrite`, which is
+called at safe points only. Between two slabs it holds no reference to a twin, so that a restore frees memory at once. A
+damaged twin is rebuilt in place from a source of exact weights, if there is one, at a safe point; its address stays,
+since CUDA graphs may hold it. A twin that cannot be rebuilt turns the rank unready.
 """
 
 from __future__ import annotations
@@ -146,8 +147,8 @@ class Auditor:
                 error="the source has other bits",
             )
             return False
-        twin.packed.copy_(fresh.packed)
-        twin.exponents.copy_(fresh.exponents)
+        with self._quiet:  # a slab that the audit reads meanwhile would be half of each
+            twin.overwrite(fresh)
         whole = fingerprint(twin) == noted
         events.emit("warning", "twin_rebuilt", layer=entry.name, component=entry.component, whole=whole)
         return whole

@@ -22,7 +22,7 @@ _E4M3_NAN = 0x7F
 
 
 class Twin:
-    """Exact fp8 stand-in for a weight ``[G, R, D]``; it never changes after it is made."""
+    """Exact fp8 stand-in for a weight ``[G, R, D]``; only :meth:`overwrite` changes it after it is made."""
 
     __slots__ = ("__weakref__", "_exponents", "_layout", "_packed")
 
@@ -105,6 +105,26 @@ class Twin:
         exponent = self._exponents[group, block_row, block_column]
         natural = blocks.unpack(tiles.contiguous())[0]
         return reference.decode(natural, exponent.expand_as(natural))
+
+    def overwrite(self, other: Twin) -> None:
+        """Take the bytes of ``other`` where this twin's are, since CUDA graphs may hold the address.
+
+        Only at the engine's safe point: kernels read a twin without a lock, and one that runs meanwhile would compute
+        from a mixture of both. Waits for the device before and after, so that kernels of every stream have read the
+        old bytes or will read the new ones. Who notes fingerprints takes a new one. ``other`` has the same shape, on
+        any device; raises ``ValueError`` otherwise.
+        """
+        if other.shape != self.shape:
+            message = f"a twin of {tuple(self.shape)} cannot take the bytes of one of {tuple(other.shape)}"
+            raise ValueError(message)
+        self._wait()
+        self._packed.copy_(other.packed)
+        self._exponents.copy_(other.exponents)
+        self._wait()
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def __repr__(self) -> str:
         """Shape, bytes and device."""

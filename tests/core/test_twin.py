@@ -287,3 +287,23 @@ def test_a_twin_is_exact_or_refused_for_any_bits(changes: list[tuple[int, int]],
         assert (error.reason is mr.Reason.NOT_FINITE) == (not bool(weight.isfinite().all()))  # noqa: PT017
     else:
         assert same_bits(twin.dequantize(), weight)
+
+
+def test_overwritten_twin_has_the_others_bits_at_its_own_address() -> None:
+    """Codes and exponents are those of the other, where graphs expect them; the other is left as it is."""
+    twin, other = (mr.build_twin(exact_weight(2, 64, 96, seed=seed), groups=2) for seed in (1, 2))
+    expected, addresses = other.dequantize(), (twin.packed.data_ptr(), twin.exponents.data_ptr())
+    assert not same_bits(twin.dequantize(), expected)
+    twin.overwrite(other)
+    assert same_bits(twin.dequantize(), expected)
+    assert same_bits(other.dequantize(), expected)
+    assert (twin.packed.data_ptr(), twin.exponents.data_ptr()) == addresses
+
+
+def test_twin_of_another_shape_is_not_taken() -> None:
+    """Also where the bytes would be broadcast or are as many; nothing is written."""
+    twin, other = (mr.build_twin(exact_weight(groups, 64, 96), groups=groups) for groups in (2, 1))
+    before = twin.dequantize()
+    with pytest.raises(ValueError, match="cannot take the bytes"):
+        twin.overwrite(other)
+    assert same_bits(twin.dequantize(), before)

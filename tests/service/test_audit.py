@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -96,6 +97,26 @@ def test_damage_is_rebuilt_in_place_from_the_checkpoint(checkpoint: Path) -> Non
         assert (fingerprint(twin), twin.packed.data_ptr()) == (noted, address)
         assert made.service.rank.snapshot().ready is True
         assert made.service.rank.snapshot().counts["operations_total", "audit", "api", "mismatch"] == 1
+
+
+def test_nothing_is_read_while_a_twin_is_rebuilt(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rebuild holds what keeps the audit and the probe away while it writes."""
+    held = []
+    stock = Twin.overwrite
+
+    def overwrite(twin: Twin, other: Twin) -> None:
+        other_thread = threading.Thread(target=lambda: held.append(not quiet.acquire(blocking=False)))
+        other_thread.start()
+        other_thread.join()
+        stock(twin, other)
+
+    monkeypatch.setattr(Twin, "overwrite", overwrite)
+    with engine(str(checkpoint), source=checkpoint_source(checkpoint)) as made:
+        quiet = made.service.quiet
+        damage(made)
+        made.service.auditor.audit()
+        assert made.service.auditor.rebuild() == (LAYER,)
+    assert held == [True]
 
 
 def test_source_with_other_bits_is_not_taken(checkpoint: Path) -> None:

@@ -14,13 +14,10 @@ from memreclaim import events
 from memreclaim.engines.sglang.session import session, twins_of
 from memreclaim.errors import IntegrityError
 from memreclaim.fingerprint import Fingerprint, fingerprint
+from memreclaim.twin import Twin
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import torch
-
-    from memreclaim.twin import Twin
 
 _WEIGHTS = "weights"
 _saved: list[Saved] = []
@@ -33,7 +30,7 @@ class Saved:
         """Copy a twin that serves; 8.4 MB for two groups."""
         self.layer = layer
         self._twin = twin
-        self._parts: tuple[torch.Tensor, ...] = (twin.packed.cpu().clone(), twin.exponents.cpu().clone())
+        self._copy = Twin(twin.packed.cpu().clone(), twin.exponents.cpu().clone())
         self._was: Fingerprint = fingerprint(twin)
 
     def is_whole(self) -> bool:
@@ -42,8 +39,7 @@ class Saved:
 
     def put_back(self) -> None:
         """Write the saved bytes where the twin is, which graphs may hold."""
-        for live, saved in zip((self._twin.packed, self._twin.exponents), self._parts, strict=True):
-            live.copy_(saved)
+        self._twin.overwrite(self._copy)
 
 
 def around_release(stock: Callable[..., Any], manager: Any, recv_req: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
