@@ -6,6 +6,7 @@ one fused kernel that decodes in registers and compares, without a bf16 copy of 
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
@@ -117,5 +118,6 @@ def _bits(value: torch.Tensor) -> int:
 
 
 def _bf16_value(bits: int) -> float:
-    signed = bits - 0x10000 if bits & 0x8000 else bits
-    return float(torch.tensor(signed, dtype=torch.int16).view(torch.bfloat16))
+    # Without torch, whose default device may be one that holds no values while an engine builds its model.
+    value: float = struct.unpack("<f", (bits << 16).to_bytes(4, "little"))[0]
+    return value

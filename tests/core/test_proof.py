@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from core.models import exact_weight
+from core.models import Attention, Stack, exact_weight, reclaimer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -84,3 +84,12 @@ def test_what_cannot_be_compared_raises(weight: torch.Tensor) -> None:
     """Case 9: another shape, dtype or layout is an error of the caller, not a verdict."""
     with pytest.raises(ValueError, match="weight"):
         mr.prove(mr.build_twin(exact_weight(), groups=2), weight)
+
+
+def test_a_mismatch_is_described_under_any_default_device() -> None:
+    """Case 6: a layer that does not match is reported where an engine made ``meta`` the default device."""
+    model = Stack(Attention(torch.randn((128, 96)).bfloat16()))
+    with torch.device("meta"):
+        (layer,) = reclaimer().reclaim(model).layers
+    assert (layer.state, layer.reason) == (mr.State.KEPT, mr.Reason.MISMATCH)
+    assert "weight" in layer.first_mismatch.describe()
