@@ -11,7 +11,7 @@ import logging
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from memreclaim.states import Reason, State
+from memreclaim.states import State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, MutableMapping
@@ -22,37 +22,36 @@ if TYPE_CHECKING:
 LOGGER = "memreclaim"
 Listener: TypeAlias = "Callable[[str, str, Mapping[str, Any]], None]"
 _listeners: list[Listener] = []
-_WARN = frozenset({Reason.MISMATCH, Reason.NOT_FINITE})
 
 
 def layer_reclaimed(entry: Entry) -> None:
     """A layer's twin serves."""
-    _log("debug", "layer_reclaimed", **_layer(entry), state=entry.state.value)
+    emit("debug", "layer_reclaimed", **_layer(entry), state=entry.state.value)
 
 
 def layer_kept(entry: Entry, detail: str) -> None:
     """A layer stays in bf16; a mismatch is a warning, other reasons are policy."""
-    level = "warning" if entry.reason in _WARN else "debug"
+    level = "warning" if entry.reason is not None and entry.reason.is_mismatch else "debug"
     more = {"detail": detail} if detail else {}
     reason = "" if entry.reason is None else entry.reason.value
-    _log(level, "layer_kept", **_layer(entry), reason=reason, mismatched_elements=entry.mismatched, **more)
+    emit(level, "layer_kept", **_layer(entry), reason=reason, mismatched_elements=entry.mismatched, **more)
 
 
 def pool_refused(operation: str, n_bytes: int, detail: str) -> None:
     """A pool would not grow or shrink."""
-    _log("warning", "pool_refused", operation=operation, requested_bytes=n_bytes, detail=detail)
+    emit("warning", "pool_refused", operation=operation, requested_bytes=n_bytes, detail=detail)
 
 
 def kernels_unverified(detail: str) -> None:
     """Kernels could not be compared with the stock path, so calls decode the twin and run that."""
-    _log("warning", "kernels_unverified", detail=detail)
+    emit("warning", "kernels_unverified", detail=detail)
 
 
 def summary(operation: str, report: Report) -> None:
     """The one line that an operation leaves at INFO."""
     pool = report.pool
     gained = {} if pool is None else {"kv_tokens_gained": pool.tokens_gained, "limited_by": pool.limited_by}
-    _log(
+    emit(
         "info",
         f"weights_{operation}",
         layers=len(report.layers),
@@ -78,10 +77,6 @@ def listen(listener: Listener) -> Callable[[], None]:
 
 def emit(level: str, event: str, **fields: Any) -> None:
     """Log one event: a constant name in the past tense, units in the keys (``freed_bytes``, ``duration_s``)."""
-    _log(level, event, **fields)
-
-
-def _log(level: str, event: str, **fields: Any) -> None:
     for listener in tuple(_listeners):
         listener(level, event, fields)
     if logging.getLogger(LOGGER).isEnabledFor(getattr(logging, level.upper())):

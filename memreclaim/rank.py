@@ -21,7 +21,7 @@ from memreclaim import counters, events, figures
 from memreclaim._version import __version__
 from memreclaim.config import Mode
 from memreclaim.journal import HOLDING
-from memreclaim.snapshot import MISMATCHES, FreedBytes, LayerReport
+from memreclaim.snapshot import FreedBytes, LayerReport
 from memreclaim.states import State
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class RankSnapshot:
 
         At least 1 for a weight that holds a NaN or an infinity.
         """
-        least = 1 if layer.reason in MISMATCHES else 0
+        least = 1 if layer.is_mismatch else 0
         return max(layer.mismatched_elements, least, self.damage(layer))
 
     def total(self, metric: str, *labels: str) -> int:
@@ -271,7 +271,7 @@ class Rank:
             return RankState.STARTING
         if running in HOLDING:
             return RankState.WORKING
-        return RankState.DEGRADED if any(layer.reason in MISMATCHES for layer in layers) else RankState.READY
+        return RankState.DEGRADED if any(layer.is_mismatch for layer in layers) else RankState.READY
 
     def _freed(self, layers: tuple[LayerReport, ...]) -> tuple[FreedBytes, int | None]:
         """What was measured when it was freed, less what came back since."""

@@ -9,16 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from memreclaim.states import Reason
-
 if TYPE_CHECKING:
     from memreclaim.kvpool import PoolChange
     from memreclaim.proof import Mismatch
-    from memreclaim.states import State
+    from memreclaim.states import Reason, State
 
 SCHEMA_VERSION = 1
-MISMATCHES = frozenset({Reason.MISMATCH, Reason.NOT_FINITE})
-"""Reasons that lie in a weight's values: the operator is told, other reasons are policy."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +35,11 @@ class LayerReport:
     """Bytes that its twin costs now."""
     mismatched_elements: int = 0
     first_mismatch: Mismatch | None = None
+
+    @property
+    def is_mismatch(self) -> bool:
+        """Whether it is kept because of the weight's values."""
+        return self.reason is not None and self.reason.is_mismatch
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -115,7 +116,7 @@ class Report:
     @property
     def mismatched(self) -> bool:
         """Whether a layer has no exact twin."""
-        return any(layer.reason in MISMATCHES for layer in self.layers)
+        return any(layer.is_mismatch for layer in self.layers)
 
     def count(self, state: State) -> int:
         """How many layers are in ``state``."""

@@ -37,6 +37,11 @@ class Reason(StrEnum):
     NOTHING_TO_DO = "nothing_to_do"
     """The weight is fp8 already."""
 
+    @property
+    def is_mismatch(self) -> bool:
+        """Whether it lies in the weight's values: the operator is told. Other reasons are policy."""
+        return self in (Reason.MISMATCH, Reason.NOT_FINITE)
+
 
 class Phase(StrEnum):
     """What the engine is doing when it calls."""

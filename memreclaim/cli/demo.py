@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from memreclaim.cli.exit_codes import ExitCode
 from memreclaim.config import Mode, Settings
 from memreclaim.errors import CheckpointError, ConfigError
-from memreclaim.states import Reason, State
+from memreclaim.states import State
 
 if TYPE_CHECKING:
     import argparse
@@ -38,7 +38,6 @@ CAPACITY_TOKENS = 1024
 """KV pool before the reclaim: room for the workload, and small enough that the gain is seen."""
 SEED = 0
 PLANTED_LAYER = 1
-_MISMATCHES = frozenset({Reason.MISMATCH, Reason.NOT_FINITE})
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,7 @@ class DemoRun:
         """An output that differs is an error; a layer that has no exact twin is a mismatch."""
         if self.difference is not None:
             return ExitCode.ERROR
-        mismatched = any(layer.reason in _MISMATCHES for layer in self.report.layers)
-        return ExitCode.MISMATCH if mismatched else ExitCode.OK
+        return ExitCode.MISMATCH if self.report.mismatched else ExitCode.OK
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form, the keys a contract."""

@@ -9,7 +9,8 @@ import pytest
 import torch
 from core.models import Attention, Stack, reclaimer, stack
 
-from memreclaim import events
+from memreclaim import Reason, events
+from memreclaim.rank import Rank, RankState
 
 pytestmark = pytest.mark.cpu
 
@@ -45,6 +46,23 @@ def test_a_mismatch_is_a_warning_and_policy_is_not(caplog: pytest.LogCaptureFixt
         if fields["event"] == "layer_kept"
     ]
     assert kept == [("WARNING", "mismatch", "layers.0.wo_a"), ("DEBUG", "dtype", "layers.1.wo_a")]
+
+
+@pytest.mark.parametrize("reason", Reason)
+def test_log_report_and_rank_agree_on_what_a_mismatch_is(reason: Reason) -> None:
+    """What is logged as a warning is a mismatch in the report, and degrades the rank; nothing else is."""
+    heard: list[str] = []
+    leave = events.listen(lambda level, event, _fields: heard.append(level) if event == "layer_kept" else None)
+    rec = reclaimer()
+    report = rec.reclaim(stack(1), refused={"layers.0.wo_a": reason})
+    leave()
+    rank = Rank(rec)
+    rank.started = True
+    expected = reason in (Reason.MISMATCH, Reason.NOT_FINITE)
+    assert heard == ["warning" if expected else "debug"]
+    assert report.mismatched is expected
+    assert rank.snapshot().state is (RankState.DEGRADED if expected else RankState.READY)
+    rank.close()
 
 
 def test_nothing_is_rendered_below_the_hosts_level(caplog: pytest.LogCaptureFixture) -> None:
