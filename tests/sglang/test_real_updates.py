@@ -122,6 +122,7 @@ def test_new_weights_are_proven_and_dropped_again(rank: Rank, way: Callable[...,
     assert rank.addresses() == addresses
     assert rank.serves(new)
     assert {layer.state for layer in rank.session.reports["target"].layers} == {State.RECLAIMED}
+    assert rank.session.reclaimer.journal.counts()["operations_total", "update", "api", "ok"] == 1
 
 
 @pytest.mark.usefixtures("cpu_device")

@@ -53,8 +53,7 @@ class Update:
         if self.failed:
             for name, twin in came_back.items():
                 _write(self.model.get_submodule(name), twin)
-        with triggered_by("api"):
-            here.reclaim(self.adapter, storage=came_back)
+        here.reclaim(self.adapter, storage=came_back)
         stale = sorted(came_back.keys() - twins_of(self.model).keys())
         if stale and here.captured:
             self._recapture(stale)
@@ -100,7 +99,8 @@ def _updating(model: nn.Module) -> Iterator[Update | None]:
 
 def _settle(update: Update) -> None:
     try:
-        update.settle()
+        with triggered_by("api"), session().reclaimer.journal.operation("update"):
+            update.settle()
     except EngineError:
         raise
     except Exception as error:
