@@ -24,6 +24,7 @@ SLAB_BYTES: Final = 1 << 18
 """A slab needs a temporary of its own size, and one table of that size is kept: 0.5 MiB of the 4 MiB that an
 operation may use."""
 _WORD: Final = 8
+_BATCH: Final = 4
 
 
 @dataclass(frozen=True)
@@ -55,18 +56,22 @@ class Fingerprints:
 
 
 def fingerprint(twin: Twin) -> Fingerprint:
-    """Fingerprint of a twin as it is now; peak memory beside it: 2.5 MiB. One synchronisation with its device."""
+    """Fingerprint of a twin as it is now; peak memory beside it: 1.5 MiB. One synchronisation with its device."""
     sums = [each for part in (twin.packed, twin.exponents) for each in _sums(part.view(-1))]
     return Fingerprint(tuple(torch.cat(sums).tolist()))
 
 
 def _sums(data: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Fingerprints of all slabs of ``data``, eight at a time: slab by slab took 100 launches for a twin of 8 MiB."""
-    whole = data.numel() // SLAB_BYTES * SLAB_BYTES
-    for batch in torch.split(data[:whole], 8 * SLAB_BYTES) if whole else ():
-        yield (batch.view(torch.int64).view(-1, SLAB_BYTES // _WORD) * _weights(data.device)).sum(dim=1)
-    if whole < data.numel():
-        yield slab_sum(data[whole:]).view(1)
+    """Fingerprints of all slabs of ``data``, four at a time: slab by slab took 100 launches for a twin of 8 MiB."""
+    words, whole = SLAB_BYTES // _WORD, data.numel() // SLAB_BYTES
+    # One buffer for all batches: glibc places aligned buffers of one size side by side instead of reusing one.
+    room = torch.empty((min(whole, _BATCH), words), dtype=torch.int64, device=data.device)
+    rows = data[: whole * SLAB_BYTES].view(torch.int64).view(whole, words) if whole else room
+    for batch in torch.split(rows, _BATCH):
+        products = torch.mul(batch, _weights(data.device), out=room[: len(batch)])
+        yield products.sum(dim=1)
+    if whole * SLAB_BYTES < data.numel():
+        yield slab_sum(data[whole * SLAB_BYTES :]).view(1)
 
 
 def slabs(twin: Twin) -> Iterator[torch.Tensor]:
