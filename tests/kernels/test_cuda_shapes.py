@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from memreclaim_kernels.blocks import WeightShape
-from memreclaim_kernels.cuda import family_of
+from memreclaim_kernels.cuda import _launch, family_of, prepare
 from memreclaim_kernels.cuda._check import shape_refusal
 from memreclaim_kernels.cuda._large import tile_for
 from memreclaim_kernels.cuda._mid import ring_for
@@ -87,3 +87,16 @@ def test_shapes_of_checkpoints_are_taken(family: str, groups: int) -> None:
 def test_split_chains_end_at_whole_stages(splits: int) -> None:
     """CuBLAS's splits of 4096 columns (2, 3, 4) are taken by the chain kernels."""
     assert None is shape_refusal("mid", WeightShape(1, 1024, 4096), splits)
+
+
+def test_prepare_compiles_no_kernel_that_nothing_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each costs a second of every first boot; the quantising one is served by the engine's own second half."""
+    compiled: list[tuple[object, ...]] = []
+    for name in ("_small_kernel", "_gemv_kernel", "_plain_kernel"):
+        monkeypatch.setattr(_launch, name, lambda *args, name=name: compiled.append((name, *args)))
+    monkeypatch.setattr(_launch, "device_refusal", lambda *_args, **_kwargs: "no GPU here")
+
+    prepare(0, WeightShape(2, 1024, 4096))
+
+    assert [call for call in compiled if call[0] == "_small_kernel"] == [("_small_kernel", 0, 4096, 0)]
+    assert ("_gemv_kernel", 0, 4096) in compiled

@@ -162,10 +162,10 @@ def encode(weight: torch.Tensor, codes: torch.Tensor, exponents: torch.Tensor) -
 def prepare(device: int, shape: blocks.WeightShape, rows: Iterable[int] = (1, 2, 8, 16, 32, 64, 128, 192)) -> None:
     """Compile and load what serves a weight shape, so that no first call does it during a graph capture.
 
-    ``rows``: row counts to be ready for. About a second a kernel the first time, then from the disk cache.
+    ``rows``: row counts to be ready for. About a second a kernel the first time, then from the disk cache. No caller
+    serves with :func:`small_mxfp8`, so it is left to its first call.
     """
-    for epilogue in (0, 1):
-        _small_kernel(device, shape.depth, epilogue)
+    _small_kernel(device, shape.depth, 0)
     if shape.depth == 4096:  # noqa: PLR2004 - the gemv's order of sums is defined for that depth only
         _gemv_kernel(device, shape.depth)
     for source, function, threads in (
