@@ -78,6 +78,8 @@ def start(engine: Engine) -> Callable[..., Session]:  # noqa: ARG001
     def begin(**settings: Any) -> Session:
         updates._open.clear()
         occupation._saved.clear()
+        if session._session is not None:
+            session._session.pause.close()
         session.configure(lines.installed(), Settings(**settings))
         return session.session()
 

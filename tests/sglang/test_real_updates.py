@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,8 @@ import torch
 from sglang_engine import DEPTH, GROUPS, RANK, activations, checkpoint, copies, weights
 
 from memreclaim import IntegrityError, Reason, State, SwapError, is_tag, twin_of
-from memreclaim.engines.sglang import occupation
+from memreclaim.engines.sglang import occupation, rank_service, reclaim_point
+from memreclaim.twin import Twin
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -342,3 +344,103 @@ def test_bytes_that_cannot_be_put_right_fail_the_resume(rank: Rank, monkeypatch:
 
     with pytest.raises(IntegrityError, match=r"layers\.0"):
         occupation.around_resume(lambda *_: None, None, SimpleNamespace(tags=None))
+
+
+def _is_quiet(session: Session) -> bool:
+    """Whether another thread is kept from reading twins just now."""
+    got: list[bool] = []
+
+    def knock() -> None:
+        lock = session.quiet()
+        got.append(lock.acquire(blocking=False))  # type: ignore[attr-defined]
+        if got[0]:
+            lock.release()  # type: ignore[attr-defined]
+
+    other = threading.Thread(target=knock)
+    other.start()
+    other.join()
+    return not got[0]
+
+
+class Service:
+    """What the session asks of a service, without its threads."""
+
+    def __init__(self) -> None:
+        """Nothing has been polled."""
+        self.quiet = threading.RLock()
+        self.polls = 0
+
+    def poll(self) -> None:
+        """Count."""
+        self.polls += 1
+
+
+@pytest.fixture
+def service(rank: Rank) -> Service:
+    """A service beside the rank."""
+    rank.session.service = found = Service()  # type: ignore[assignment]
+    return found  # type: ignore[return-value]
+
+
+def test_nothing_reads_a_twin_while_the_weights_memory_is_paused(rank: Rank, service: Service) -> None:
+    """From the pause to the end of the resume's own look, by any thread; what was asked for waits."""
+    held: list[bool] = []
+
+    def note(*_: object) -> None:
+        held.append(_is_quiet(rank.session))
+
+    occupation.around_release(note, None, SimpleNamespace(tags=["weights"]))
+    rank_service.after_idle(None)
+    occupation.around_release(note, None, SimpleNamespace(tags=["kv_cache"]))
+    occupation.around_resume(note, None, SimpleNamespace(tags=["kv_cache"]))
+    assert (service.polls, _is_quiet(rank.session)) == (0, True)
+    occupation.around_resume(note, None, SimpleNamespace(tags=["weights"]))
+
+    assert held == [True] * 4
+    assert not _is_quiet(rank.session)
+    rank_service.after_idle(None)
+    assert service.polls == 1
+
+
+def test_a_pause_that_the_engine_refuses_leaves_nothing_behind(rank: Rank, service: Service) -> None:
+    """What was saved for it is not put back over the weights of a later update."""
+
+    def busy(*_: object) -> None:
+        message = "should be called only when server is idle"
+        raise AssertionError(message)
+
+    with pytest.raises(AssertionError):
+        occupation.around_release(busy, None, SimpleNamespace(tags=None))
+
+    assert occupation._saved == []
+    assert not _is_quiet(rank.session)
+    rank_service.after_idle(None)
+    assert service.polls == 1
+
+
+@pytest.mark.usefixtures("service")
+def test_nothing_of_the_service_allocates_while_graphs_are_captured(rank: Rank) -> None:
+    """An allocation by another thread breaks a capture."""
+    held: list[bool] = []
+
+    reclaim_point.around_capture(lambda _scheduler: held.append(_is_quiet(rank.session)), None)
+
+    assert held == [True]
+    assert not _is_quiet(rank.session)
+
+
+@pytest.mark.usefixtures("cpu_device", "service")
+def test_twins_are_written_anew_while_nobody_reads_them(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An audit's slab would be half of the old twin and half of the new."""
+    held: list[bool] = []
+    overwrite = Twin.overwrite
+
+    def note(old: Twin, new: Twin) -> None:
+        held.append(_is_quiet(rank.session))
+        overwrite(old, new)
+
+    monkeypatch.setattr(Twin, "overwrite", note)
+    by_tensor(rank, list(checkpoint("layers", 2, 7)))
+
+    assert held == [True, True]
+    assert not _is_quiet(rank.session)

@@ -64,7 +64,7 @@ HOOKS = (
     ),
     Hook(f"{_RUNNER}.alloc_memory_pool", "after", "reclaim_point:after_alloc_memory_pool"),
     Hook(f"{_SCHEDULER}.init_memory_pools", "before", "reclaim_point:before_memory_pools"),
-    Hook(f"{_SCHEDULER}.init_all_cuda_graphs", "before", "reclaim_point:before_capture"),
+    Hook(f"{_SCHEDULER}.init_all_cuda_graphs", "around", "reclaim_point:around_capture"),
     Hook(f"{_SCHEDULER}.on_idle", "after", "rank_service:after_idle"),
     Hook(f"{_UPDATER}.begin_weight_update", "before", "updates:before_begin"),
     Hook(f"{_UPDATER}.end_weight_update", "around", "updates:around_end"),

@@ -3,7 +3,8 @@
 A pause releases the pages under the weights' region, twins included, and what is there after a resume is undefined
 unless the engine backs it up. So each twin is copied to the host before, and after the resume, before any call, its
 bytes are compared with their fingerprint and put back where they differ, at the same address. Bytes that cannot be put
-right fail the resume.
+right fail the resume. In between nothing of the service reads a twin: audit and probe are held off,
+and operations that were asked for wait.
 """
 
 from __future__ import annotations
@@ -44,17 +45,37 @@ class Saved:
 
 def around_release(stock: Callable[..., Any], manager: Any, recv_req: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
     """AROUND hook of ``release_memory_occupation``."""
-    if _concerns_weights(recv_req) and not _saved:
-        for adapter in session().adapters:
-            _saved.extend(Saved(name, twin) for name, twin in twins_of(adapter.models()[0].root).items())
-    return stock(manager, recv_req, *args, **kwargs)
+    here = session()
+    if not _concerns_weights(recv_req) or here.paused:
+        return stock(manager, recv_req, *args, **kwargs)
+    for adapter in here.adapters:
+        _saved.extend(Saved(name, twin) for name, twin in twins_of(adapter.models()[0].root).items())
+    here.pause.enter_context(here.quiet())
+    here.paused = True
+    try:
+        return stock(manager, recv_req, *args, **kwargs)
+    except AssertionError:
+        # The engine refuses by assertions that all stand before its pause: the memory is there, and what was saved
+        # would be put back over the weights of later updates.
+        _saved.clear()
+        _awake()
+        raise
+
+
+def _awake() -> None:
+    here = session()
+    here.paused = False
+    here.pause.close()
 
 
 def around_resume(stock: Callable[..., Any], manager: Any, recv_req: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
     """AROUND hook of ``resume_memory_occupation``. Raises :class:`IntegrityError` for bytes that are lost."""
     result = stock(manager, recv_req, *args, **kwargs)
     if _concerns_weights(recv_req):
-        audit()
+        try:
+            audit()
+        finally:
+            _awake()
     return result
 
 

@@ -89,9 +89,12 @@ def _rank(runner: Any, name: str) -> int:  # noqa: ANN401
 
 
 def after_idle(_result: object, *_args: Any, **_kwargs: Any) -> None:  # noqa: ANN401
-    """AFTER hook of ``Scheduler.on_idle``: run what was asked for over HTTP. One attribute is read when nothing was."""
+    """AFTER hook of ``Scheduler.on_idle``: run what was asked for over HTTP.
+
+    An engine that has paused its weights idles too: then it waits until the memory is mapped again.
+    """
     from memreclaim.engines.sglang.session import session
 
-    service = session().service
-    if service is not None:
-        service.poll()
+    here = session()
+    if here.service is not None and not here.paused:
+        here.service.poll()

@@ -65,9 +65,16 @@ def before_memory_pools(*_args: Any, **_kwargs: Any) -> None:  # noqa: ANN401
             events.emit("warning", "hook_missing", engine="sglang", target=target)
 
 
+def around_capture(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    """AROUND hook of ``Scheduler.init_all_cuda_graphs``: audit and probe allocate nothing meanwhile."""
+    _before_capture()
+    with session().quiet():
+        return stock(*args, **kwargs)
+
+
 @guarded
-def before_capture(*_args: Any, **_kwargs: Any) -> None:  # noqa: ANN401
-    """BEFORE hook of ``Scheduler.init_all_cuda_graphs``: twins may not move and bf16 may not go any more."""
+def _before_capture() -> None:
+    """Twins may not move and bf16 may not go any more."""
     here = session()
     devices = {next(one.runner.model.parameters()).device.type for one in here.adapters}
     here.captured = "cuda" in devices

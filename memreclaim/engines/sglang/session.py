@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from memreclaim.tag import Tag
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from contextlib import AbstractContextManager
 
     from torch import nn
 
@@ -57,6 +59,13 @@ class Session:
         """Weight updates that are under way: only they may bring a weight back once graphs hold its twin."""
         self.budget: Budget | None = None
         self.service: RankService | None = None
+        self.pause = ExitStack()
+        """Holds :meth:`quiet` while the engine has paused the weights' memory; closed when it is mapped again."""
+        self.paused = False
+
+    def quiet(self) -> AbstractContextManager[object]:
+        """Keep the service's audit and probe from reading twins and from allocating; re-entrant within a thread."""
+        return nullcontext() if self.service is None else self.service.quiet
 
     def reclaim(self, adapter: SGLangAdapter, *, storage: Mapping[str, Twin] | None = None) -> Report:
         """Swap the weights of one runner's model; ranks agree first."""
@@ -75,7 +84,7 @@ class Session:
         agree = None if group is None else Agreement(group, self.fingerprint(adapter), adapter.component)
         terms = Terms(agree, readers_check.check_for(part.root), held, self.guard)
         try:
-            with adapter.allocations():
+            with self.quiet(), adapter.allocations():
                 report = self.reclaimer.reclaim(part.root, component=adapter.component, refused=refused, terms=terms)
         finally:
             readers_check.forget()

@@ -99,7 +99,7 @@ def _updating(model: nn.Module) -> Iterator[Update | None]:
 
 def _settle(update: Update) -> None:
     try:
-        with triggered_by("api"), session().reclaimer.journal.operation("update"):
+        with session().quiet(), triggered_by("api"), session().reclaimer.journal.operation("update"):
             update.settle()
     except EngineError:
         raise
@@ -126,7 +126,8 @@ def around_disk(stock: Callable[..., Any], updater: Any, *args: Any, **kwargs: A
     recapture = ours and bool(given.pop("recapture_cuda_graph", False))
     result = around_load(stock, updater, **given)
     if recapture and result[0] and session().captured:
-        updater.recapture_cuda_graph()
+        with session().quiet():
+            updater.recapture_cuda_graph()
     return result
 
 
