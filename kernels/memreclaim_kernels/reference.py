@@ -121,7 +121,9 @@ def _decode_table(device: str) -> torch.Tensor:
     octave, mantissa = (code >> 3) & 0xF, code & 7
     # In units of 2**-9 * scale an e4m3 magnitude is an integer of at most 4 significant bits, below 2**18.
     steps = torch.where(octave > 0, (mantissa + 8) << (octave - 1).clamp_min(0), mantissa)
-    length = torch.stack([(steps >> bit > 0).int() for bit in range(18)]).sum(0, dtype=torch.int32)
+    length = torch.zeros_like(steps)
+    for bit in range(18):
+        length += steps >> bit > 0
     # Normal bf16 with value steps * 2**(exponent - 136): biased exponent field below, 7-bit fraction.
     field = exponent + length - 10
     fraction = torch.where(length > 0, (steps << 8 >> length.clamp_min(1)) & 0x7F, 0)
