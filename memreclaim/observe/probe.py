@@ -2,8 +2,8 @@
 
 Calls inside a captured CUDA graph cannot be seen from Python, and observing every launch would cost as much as the
 launch. So a probe runs a projection of its own now and then: stock and twin for each row bucket before the weights
-are dropped, and the twin afterwards at a low fixed rate. On a GPU it is timed by events on a stream of its own, and
-nothing waits for it.
+are dropped, where the engine lets it, and the twin afterwards at a low fixed rate. It asks for the plan that the
+engine's calls get. On a GPU it is timed by events on a stream of its own.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
     from memreclaim.rank import Rank
     from memreclaim.twin import Twin
+    from memreclaim_kernels.plan import Numerics, Plan, Stock
 
-    Stock = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    Projection = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 BUCKETS: Final = (
     ("1", 1, Phase.DECODE),
@@ -45,43 +46,81 @@ SHARE: Final = 0.004
 class Probe:
     """Measures one rank; all methods are called in a thread that may use the device."""
 
-    def __init__(self, rank: Rank, interval_seconds: float) -> None:
-        """Write baselines and samples to ``rank``; :meth:`sample` is called every ``interval_seconds``."""
-        self._rank = rank
+    def __init__(self, rank: Rank, interval_seconds: float, stock: Stock = "bmm") -> None:
+        """Write baselines and samples to ``rank``; :meth:`sample` is called every ``interval_seconds``.
+
+        ``stock`` says whose bits the engine's own calls keep, as in :func:`memreclaim.serve.grouped_projection`.
+        """
+        self._rank, self.stock = rank, stock
+        self._seconds: dict[str, float] = {}
+        """By bucket: what a call was found to take, where there is no baseline."""
         self._longest = SHARE * interval_seconds
         self._turn = count()
         self._stream: torch.cuda.Stream | None = None
 
-    def baseline(self, weight: torch.Tensor, groups: int, stock: Stock = reference.grouped_projection) -> None:
+    def baseline(self, weight: torch.Tensor, groups: int, project: Projection = reference.grouped_projection) -> None:
         """Time stock and twin on ``weight`` bf16 ``[G*R, D]`` or ``[G, R, D]``, before it is dropped.
 
-        ``stock`` is what the engine itself runs on ``o [T, G, D]`` and ``weight [G, R, D]``. Peak extra memory: one
+        ``project`` is what the engine itself runs on ``o [T, G, D]`` and ``weight [G, R, D]``. Peak extra memory: one
         twin and the rows' activations; raises :class:`memreclaim.errors.NotExact` for a weight without a twin.
         """
         twin = build_twin(weight, groups=groups)
         grouped = weight.detach().view(twin.shape)
+        numerics: Numerics = self._rank.reclaimer.settings.numerics.value
         seconds: dict[tuple[str, str], float] = {}
         for label, rows, phase in BUCKETS:
             o = _activations(twin, rows)
-            seconds["stock", label] = self._median(lambda o=o: stock(o, grouped))  # type: ignore[misc]
-            seconds["twin", label] = self._median(lambda o=o, phase=phase: _serve(o, twin, phase))  # type: ignore[misc]
+            chosen = self._plan(o, twin, phase, numerics)
+            seconds["stock", label] = self._median(lambda o=o: project(o, grouped))  # type: ignore[misc]
+            seconds["twin", label] = self._median(lambda o=o, chosen=chosen: _serve(o, twin, chosen))  # type: ignore[misc]
             if max(seconds["stock", label], seconds["twin", label]) > _SLOW_SECONDS:
                 break
         self._rank.baselines = Baselines(seconds)
 
     def sample(self) -> None:
-        """Time one twin once: the layers and row buckets take turns."""
-        twins = [e.backing.twin for e in self._rank.reclaimer.ledger.entries() if e.backing and e.backing.twin]
-        known = self._rank.baselines.seconds
-        affordable = [bucket for bucket in BUCKETS if known.get(("twin", bucket[0]), 1.0) <= self._longest]
-        if not twins or not affordable:
+        """Time one twin once: the layers and row buckets take turns.
+
+        A bucket whose cost is not known is timed before it is judged, the fewest rows first; buckets of more rows than
+        one that costs too much are left alone.
+        """
+        served = [
+            (twin, entry.backing.numerics)
+            for entry in self._rank.reclaimer.ledger.entries()
+            if entry.backing is not None and (twin := entry.backing.twin) is not None
+        ]
+        if not served:
             return
-        turn = next(self._turn)
-        label, rows, phase = affordable[turn % len(affordable)]
-        twin = twins[turn // len(affordable) % len(twins)]
+        affordable = []
+        for bucket in BUCKETS:
+            cost = self._cost(bucket[0])
+            if cost is None:
+                self._sample(bucket, *served[0], first=True)
+                return
+            if cost > self._longest:
+                break
+            affordable.append(bucket)
+        if affordable:
+            turn = next(self._turn)
+            layer = turn // len(affordable) % len(served)
+            self._sample(affordable[turn % len(affordable)], *served[layer], first=False)
+
+    def _sample(self, bucket: tuple[str, int, Phase], twin: Twin, numerics: Numerics, *, first: bool) -> None:
+        label, rows, phase = bucket
         o = _activations(twin, rows)
-        path = "dequant" if twin.device.type == "cpu" else _path(o, twin, phase)
-        self._rank.journal.observe("kernel_duration_seconds", self._time(lambda: _serve(o, twin, phase)), path, label)
+        chosen = self._plan(o, twin, phase, numerics)
+        seconds = self._time(lambda: _serve(o, twin, chosen))
+        if first:
+            if seconds <= _SLOW_SECONDS or self._rank.device.type == "cuda":  # that call may have compiled
+                seconds = self._time(lambda: _serve(o, twin, chosen))
+            self._seconds[label] = seconds
+        self._rank.journal.observe("kernel_duration_seconds", seconds, chosen.path, label)
+
+    def _cost(self, label: str) -> float | None:
+        """Seconds of a call of the twin, None when nobody has measured it."""
+        return self._rank.baselines.seconds.get(("twin", label), self._seconds.get(label))
+
+    def _plan(self, o: torch.Tensor, twin: Twin, phase: Phase, numerics: Numerics) -> Plan:
+        return ops.plan_for(o, twin.packed, phase=phase.value, numerics=numerics, stock=self.stock)
 
     def _median(self, call: Callable[[], object]) -> float:
         first = self._time(call)  # chooses a plan and may compile
@@ -109,10 +148,5 @@ def _activations(twin: Twin, rows: int) -> torch.Tensor:
     return torch.ones((rows, twin.shape.groups, twin.shape.depth), dtype=torch.bfloat16, device=twin.device)
 
 
-def _path(o: torch.Tensor, twin: Twin, phase: Phase) -> str:
-    return ops.plan_for(o, twin.packed, phase=phase.value, numerics="identical", stock="bmm").path
-
-
-def _serve(o: torch.Tensor, twin: Twin, phase: Phase) -> torch.Tensor:
-    chosen = ops.plan_for(o, twin.packed, phase=phase.value, numerics="identical", stock="bmm")
+def _serve(o: torch.Tensor, twin: Twin, chosen: Plan) -> torch.Tensor:
     return ops.project(o, twin.packed, twin.exponents, chosen)

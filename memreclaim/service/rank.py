@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from memreclaim.reclaimer import Reclaimer
     from memreclaim.service.settings import ServiceSettings
     from memreclaim.snapshot import Report
+    from memreclaim_kernels.plan import Stock
 
 _TICK_SECONDS = 1.0
 """How often the worker looks at its clocks; an idle wake-up costs about 20 us."""
@@ -36,8 +37,15 @@ _TICK_SECONDS = 1.0
 class RankService:
     """What runs beside one rank. Made by :func:`start_rank_service`."""
 
-    def __init__(
-        self, rank: Rank, adapter: EngineAdapter, settings: ServiceSettings, source: Source | None, *, worker: bool
+    def __init__(  # noqa: PLR0913  what differs between engines
+        self,
+        rank: Rank,
+        adapter: EngineAdapter,
+        settings: ServiceSettings,
+        source: Source | None,
+        *,
+        worker: bool,
+        stock: Stock = "bmm",
     ) -> None:
         """Put the parts together; nothing runs yet."""
         self.rank, self.adapter, self.settings = rank, adapter, settings
@@ -59,7 +67,7 @@ class RankService:
             source=source,
             repair=self._ask_for_rebuild,
         )
-        self.probe = Probe(rank, settings.probe_seconds)
+        self.probe = Probe(rank, settings.probe_seconds, stock)
         self._mirror = metrics.mirror_of(rank) if metrics.multiprocess() else None
         self._http = HttpThread(RankApp(rank, self.desk, settings).asgi, settings)
         self._stop = threading.Event()
@@ -104,10 +112,16 @@ class RankService:
             self.update()
 
     def poll(self) -> None:
-        """Run what waits on the desk, in this thread, which must be at a safe point. Free when nothing waits."""
+        """Run what waits on the desk, in this thread, which must be at a safe point. Free when nothing waits.
+
+        An engine whose own loop calls this is sampled here as well: no other thread may use its device while it sizes
+        its pool or captures CUDA graphs.
+        """
         if self.desk.pending:
             self.desk.poll()
             self.update()
+        if not self._polls:
+            self._sample()
 
     def update(self) -> None:
         """Write the metrics of multiprocess mode; nothing to do otherwise."""
@@ -126,7 +140,8 @@ class RankService:
                 except EngineError as error:
                     self.rank.journal.add("internal_errors_total", "operation")
                     events.emit("error", "safe_point_refused", error=str(error))
-            self._sample()
+            if self._polls:
+                self._sample()
             self.update()
 
     def _sample(self) -> None:
@@ -176,16 +191,17 @@ def start_rank_service(  # noqa: PLR0913  what differs between engines
     ranks: int = 1,
     source: Source | None = None,
     worker: bool = True,
+    stock: Stock = "bmm",
 ) -> RankService:
     """Start a rank's service; ``worker=False`` when the engine's own loop calls :meth:`RankService.poll`.
 
-    ``source`` gives exact weights for damaged twins. Raises :class:`memreclaim.service.thread.ServiceError` when the
-    address is taken.
+    ``source`` gives exact weights for damaged twins, ``stock`` is the engine's for the latency probe. Raises
+    :class:`memreclaim.service.thread.ServiceError` when the address is taken.
     """
     root = adapter.models()[0].root
     device = next(iter(root.parameters())).device
     rank = Rank(reclaimer, identity, device=device, ranks=ranks, pool=adapter.pool)
-    service = RankService(rank, adapter, settings, source, worker=worker)
+    service = RankService(rank, adapter, settings, source, worker=worker, stock=stock)
     service.start()
     return service
 

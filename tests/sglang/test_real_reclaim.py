@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import itertools
 import urllib.request
@@ -417,8 +418,35 @@ def test_a_rank_serves_its_figures_and_works_while_the_scheduler_idles(
         service.close()
 
     assert "memreclaim" in text
+    assert service.probe.stock == "sglang"
     assert done is not None
     assert done.status.value == "done", done.to_dict()
+
+
+@pytest.mark.parametrize(("line", "starts"), [("released", True), ("einsum", False)])
+def test_the_audits_clock_starts_with_the_first_reclaim(
+    start: Callable[..., Session],
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    line: str,
+    starts: bool,
+) -> None:
+    """Without it no audit ever runs; where the capture of graphs is not hooked none may."""
+    here = start(http=("127.0.0.1", 0))
+    runner = engine.runner(engine.target(), monkeypatch)
+    runner.load_model()
+    service = here.service
+    assert service is not None
+    try:
+        before = service.rank.audit.last_timestamp
+        here.line = dataclasses.replace(here.line, name=line)
+        service.rank.audit = dataclasses.replace(service.rank.audit, last_timestamp=0.0)
+        here.proven(session.twins_of(runner.model).values())
+
+        assert before > 0
+        assert (service.rank.audit.last_timestamp > 0) is starts
+    finally:
+        service.close()
 
 
 def test_the_hooks_of_readers_are_named() -> None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from memreclaim import events
-from memreclaim.engines.sglang import setups
+from memreclaim.engines.sglang import readers_check, setups
 from memreclaim.engines.sglang.adapter import SGLangAdapter
 from memreclaim.errors import EngineError
 
@@ -75,6 +75,7 @@ def start(session: Session) -> RankService | None:
             identity=Identity(model, "unified", *places),
             ranks=int(setups.setting(runner, "parallel", "launch_world_size", 1)),
             worker=False,
+            stock=readers_check.stock(),
         )
     except (OSError, ValueError) as error:  # an address in use, an unsafe setting: serving goes on without metrics
         events.emit("error", "service_not_started", detail=str(error))

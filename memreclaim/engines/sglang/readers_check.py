@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from memreclaim.discover import Candidate
     from memreclaim.twin import Twin
     from memreclaim_kernels.blocks import WeightShape
-    from memreclaim_kernels.plan import Phase
+    from memreclaim_kernels.plan import Phase, Stock
 
 _V4, _, _NAME = hooks.DISPATCH.rpartition(".")
 _ROWS = (1, 2, 8, 9, 192, 193)
@@ -125,8 +125,7 @@ def _verify_kernels(shape: WeightShape, device: torch.device) -> None:
     The pool is not sized yet, so the 50 MB that the comparison takes are there.
     """
     serve.verify_kernels(shape, device, "identical")
-    module = sys.modules.get(_V4)
-    gemv, small = getattr(module, "wo_a_bf16_gemv", None), getattr(module, "wo_a_bf16_small_batch", None)
+    gemv, small = _small_kernels()
     if device.type != "cuda" or gemv is None or small is None or tuple(shape) != _STOCK_SHAPE:
         return
 
@@ -146,6 +145,17 @@ def _verify_kernels(shape: WeightShape, device: torch.device) -> None:
             for phase in _OTHER_PHASES:
                 against = plan.compared_with(phase, "sglang")
                 plan.record(kernel, bucket.rows[1], shape, about, verdict, against=against)
+
+
+def _small_kernels() -> tuple[Any, Any]:
+    """The engine's own kernels for one row and for up to 8, None on a line without them."""
+    module = sys.modules.get(_V4)
+    return getattr(module, "wo_a_bf16_gemv", None), getattr(module, "wo_a_bf16_small_batch", None)
+
+
+def stock() -> Stock:
+    """Whose bits small batches keep in this engine: its own two kernels', or cuBLAS's on a line without them."""
+    return "bmm" if None in _small_kernels() else "sglang"
 
 
 def forget() -> None:
