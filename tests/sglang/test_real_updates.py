@@ -368,11 +368,16 @@ class Service:
     def __init__(self) -> None:
         """Nothing has been polled."""
         self.quiet = threading.RLock()
-        self.polls = 0
+        self.auditor = self
+        self.polls = self.proofs = 0
 
     def poll(self) -> None:
         """Count."""
         self.polls += 1
+
+    def proven(self) -> None:
+        """Count."""
+        self.proofs += 1
 
 
 @pytest.fixture
@@ -444,3 +449,15 @@ def test_twins_are_written_anew_while_nobody_reads_them(rank: Rank, monkeypatch:
 
     assert held == [True, True]
     assert not _is_quiet(rank.session)
+
+
+@pytest.mark.usefixtures("cpu_device")
+@pytest.mark.parametrize(("layers", "proofs"), [(2, 1), (1, 0)])
+def test_the_audits_clock_starts_anew_when_an_update_proved_every_twin(
+    rank: Rank, service: Service, layers: int, proofs: int
+) -> None:
+    """An update of some layers, repeated, must not keep the audit from ever seeing the others."""
+    by_tensor(rank, list(checkpoint("layers", layers, 7)))
+
+    assert all(map(is_tag, weights(rank.model).values()))
+    assert service.proofs == proofs

@@ -27,6 +27,7 @@ _OCCUPATION = "sglang.srt.managers.scheduler_components.weight_updater.Scheduler
 DISPATCH = f"{_V4}._apply_wo_a_bf16_matmul"
 FUSED = "sglang.kernels.ops.attention.dsv4.wo_a.fused_rope_wo_a_bf16"
 LOAD = f"{_RUNNER}.load_model"
+CAPTURE = f"{_SCHEDULER}.init_all_cuda_graphs"
 REGISTRY = "sglang.srt.plugins.hook_registry"
 
 
@@ -64,7 +65,7 @@ HOOKS = (
     ),
     Hook(f"{_RUNNER}.alloc_memory_pool", "after", "reclaim_point:after_alloc_memory_pool"),
     Hook(f"{_SCHEDULER}.init_memory_pools", "before", "reclaim_point:before_memory_pools"),
-    Hook(f"{_SCHEDULER}.init_all_cuda_graphs", "around", "reclaim_point:around_capture"),
+    Hook(CAPTURE, "around", "reclaim_point:around_capture"),
     Hook(f"{_SCHEDULER}.on_idle", "after", "rank_service:after_idle"),
     Hook(f"{_UPDATER}.begin_weight_update", "before", "updates:before_begin"),
     Hook(f"{_UPDATER}.end_weight_update", "around", "updates:around_end"),

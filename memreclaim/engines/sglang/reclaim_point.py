@@ -12,7 +12,7 @@ from memreclaim import events
 from memreclaim.config import OnMismatch
 from memreclaim.engines.sglang import hooks, pool, rank_service
 from memreclaim.engines.sglang.adapter import SGLangAdapter
-from memreclaim.engines.sglang.session import Budget, session
+from memreclaim.engines.sglang.session import Budget, session, twins_of
 from memreclaim.journal import triggered_by
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ def after_load_model(_result: object, runner: Any, *_args: Any, **_kwargs: Any) 
         here.reclaim(adapter)
     if here.service is None:
         here.service = rank_service.start(here)
+        here.proven(twins_of(adapter.models()[0].root).values())
 
 
 @guarded

@@ -13,14 +13,14 @@ from memreclaim import __version__, events
 from memreclaim.agree import Agreement, Terms
 from memreclaim.config import Mode
 from memreclaim.engines import base
-from memreclaim.engines.sglang import dispatch, pool, readers_check
+from memreclaim.engines.sglang import dispatch, hooks, pool, readers_check
 from memreclaim.errors import SwapError
 from memreclaim.reclaimer import Reclaimer
 from memreclaim.states import Reason
 from memreclaim.tag import Tag
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
     from contextlib import AbstractContextManager
 
     from torch import nn
@@ -83,6 +83,7 @@ class Session:
         group = adapter.group()
         agree = None if group is None else Agreement(group, self.fingerprint(adapter), adapter.component)
         terms = Terms(agree, readers_check.check_for(part.root), held, self.guard)
+        before = twins_of(part.root)
         try:
             with self.quiet(), adapter.allocations():
                 report = self.reclaimer.reclaim(part.root, component=adapter.component, refused=refused, terms=terms)
@@ -90,7 +91,18 @@ class Session:
             readers_check.forget()
         adapter.released(_measured(report))
         self._account(adapter, report, agree)
+        self.proven(twin for name, twin in twins_of(part.root).items() if name not in before)
         return report
+
+    def proven(self, twins: Iterable[Twin]) -> None:
+        """``twins`` were proven just now: the audit's clock starts anew, unless another twin serves that was not.
+
+        It never starts on a line whose graph capture is not hooked: the audit's allocations would break it.
+        """
+        served = {id(twin) for one in self.adapters for twin in twins_of(one.models()[0].root).values()}
+        watched = any(hook.target == hooks.CAPTURE for hook in hooks.of_line(self.line.name))
+        if self.service is not None and watched and served and served <= set(map(id, twins)):
+            self.service.auditor.proven()
 
     def _account(self, adapter: SGLangAdapter, report: Report, agree: Agreement | None) -> None:
         (part,) = adapter.models()
