@@ -115,9 +115,14 @@ def decode(natural: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=8)
 def _decode_table(device: str) -> torch.Tensor:
-    """bf16 bits of every (exponent, code) pair, int16 ``[256 * 256]``, by integer arithmetic alone."""
-    code = torch.arange(256, dtype=torch.int32).repeat(256)
-    exponent = torch.arange(256, dtype=torch.int32).repeat_interleave(256)
+    """bf16 bits of every (exponent, code) pair, int16 ``[256 * 256]``; made in parts, for the sake of memory."""
+    return torch.cat([_decode_part(torch.arange(first, first + 32)) for first in range(0, 256, 32)]).to(device)
+
+
+def _decode_part(exponents: torch.Tensor) -> torch.Tensor:
+    """bf16 bits of all codes at each of ``exponents``, int16 ``[32 * 256]``, by integer arithmetic alone."""
+    code = torch.arange(256, dtype=torch.int32).repeat(len(exponents))
+    exponent = exponents.int().repeat_interleave(256)
     octave, mantissa = (code >> 3) & 0xF, code & 7
     # In units of 2**-9 * scale an e4m3 magnitude is an integer of at most 4 significant bits, below 2**18.
     steps = torch.where(octave > 0, (mantissa + 8) << (octave - 1).clamp_min(0), mantissa)
@@ -134,7 +139,7 @@ def _decode_table(device: str) -> torch.Tensor:
     magnitude = torch.where(steps == 0, 0, magnitude)
     magnitude = torch.where(((code & 0x7F) == _E4M3_NAN) | (exponent == 255), 0x7FC0, magnitude)  # noqa: PLR2004
     bits = magnitude | ((code & 0x80) << 8)
-    return (bits - ((bits & 0x8000) << 1)).to(torch.int16).to(device)
+    return (bits - ((bits & 0x8000) << 1)).to(torch.int16)
 
 
 def _round_half_even(value: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
