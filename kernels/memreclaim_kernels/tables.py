@@ -85,7 +85,7 @@ class Table(NamedTuple):
 
 
 def user_folder() -> Path:
-    """Where ``memreclaim tune`` writes."""
+    """Where a user's own tables are looked for."""
     return Path.home() / ".cache" / "memreclaim" / "tuned"
 
 

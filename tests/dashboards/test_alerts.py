@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from memreclaim.cli import COMMANDS
 from memreclaim.observe.alerts import ALERTS, rules
 from memreclaim.observe.families import SPECS
 
@@ -49,6 +50,14 @@ def test_each_alert_has_its_heading_with_three_answers() -> None:
     for name, section in sections.items():
         found = re.findall(r"^\*\*(.+?)\.\*\*", section, re.MULTILINE)
         assert found == ["What it means", "How to check", "What to do"], name
+
+
+def test_remedies_name_commands_that_exist() -> None:
+    """A command that nobody can run is no remedy, in the runbook or in the service's document."""
+    for file in (FOLDER / "runbook.md", FOLDER.parent / "docs" / "service.md"):
+        named = set(re.findall(r"^(?:\$ )?memreclaim (\w+)|`memreclaim (\w+)", file.read_text(), re.MULTILINE))
+        assert named, file
+        assert {one or other for one, other in named} <= set(COMMANDS), file
 
 
 def test_each_alert_fires_and_stays_silent_in_a_case() -> None:
