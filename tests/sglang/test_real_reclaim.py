@@ -418,6 +418,7 @@ def test_a_rank_serves_its_figures_and_works_while_the_scheduler_idles(
         service.close()
 
     assert "memreclaim" in text
+    assert service.probe.stock == "sglang"
     assert done is not None
     assert done.status.value == "done", done.to_dict()
 

@@ -90,9 +90,9 @@ def _rank(runner: Any, name: str) -> int:  # noqa: ANN401
 
 
 def after_idle(_result: object, *_args: Any, **_kwargs: Any) -> None:  # noqa: ANN401
-    """AFTER hook of ``Scheduler.on_idle``: run what was asked for over HTTP.
+    """AFTER hook of ``Scheduler.on_idle``: run what was asked for over HTTP, and a latency sample when one is due.
 
-    An engine that has paused its weights idles too: then it waits until the memory is mapped again.
+    An engine that has paused its weights idles too: then both wait until the memory is mapped again.
     """
     from memreclaim.engines.sglang.session import session
 
