@@ -109,7 +109,7 @@ class EngineAdapter(Protocol):
         """The ranks that must agree before any of them drops a weight, or None for one rank."""
 
     def released(self, n_bytes: int) -> None:
-        """Correct the engine's own book of weight memory by ``n_bytes`` measured as free; negative on restore.
+        """Correct the engine's own book of weight memory by what the ledger's net bytes grew by; negative on restore.
 
         Side effect: only that book. Called once per reclaim or restore, inside :meth:`safe_point`.
         """

@@ -27,6 +27,7 @@ def reclaim(reclaimer: Reclaimer, adapter: EngineAdapter) -> tuple[Report, ...]:
         if part.role == "draft" and not settings.draft:
             continue
         refused = refusals(adapter, part, settings.targets)
+        before = net_bytes(reclaimer)
         with adapter.allocations():
             report = reclaimer.reclaim(
                 part.root,
@@ -35,7 +36,7 @@ def reclaim(reclaimer: Reclaimer, adapter: EngineAdapter) -> tuple[Report, ...]:
                 refused=refused,
                 terms=_terms(reclaimer, adapter, part.role.value),
             )
-        adapter.released(report.run_net_bytes)
+        adapter.released(net_bytes(reclaimer) - before)
         reports.append(report)
     return tuple(reports)
 
@@ -45,10 +46,10 @@ def restore(reclaimer: Reclaimer, adapter: EngineAdapter) -> tuple[Report, ...]:
     roots: dict[int, nn.Module] = {id(part.root): part.root for part in adapter.models()}
     reports = []
     for root in roots.values():
-        before = _net(reclaimer)
+        before = net_bytes(reclaimer)
         with adapter.allocations():
             reports.append(reclaimer.restore(root))
-        adapter.released(_net(reclaimer) - before)
+        adapter.released(net_bytes(reclaimer) - before)
     return tuple(reports)
 
 
@@ -61,5 +62,6 @@ def _terms(reclaimer: Reclaimer, adapter: EngineAdapter, subject: str) -> Terms:
     return Terms(agree=Agreement(group, {"memreclaim": __version__, **settings}, subject))
 
 
-def _net(reclaimer: Reclaimer) -> int:
-    return sum(layer.gross_bytes - layer.twin_bytes for layer in reclaimer.ledger.layers() if layer.gross_bytes)
+def net_bytes(reclaimer: Reclaimer, component: str | None = None) -> int:
+    """What released layers gain now by the ledger, of one component or of all: bf16 bytes less their twins'."""
+    return sum(one.gross_bytes - one.twin_bytes for one in reclaimer.ledger.layers(component) if one.gross_bytes)

@@ -128,6 +128,29 @@ def test_new_weights_are_proven_and_dropped_again(rank: Rank, way: Callable[...,
 
 
 @pytest.mark.usefixtures("cpu_device")
+@pytest.mark.parametrize("layers", [1, 2])
+def test_the_engines_book_of_weight_memory_does_not_drift(
+    engine: Engine, start: Callable[..., Session], load: Callable[..., Any], layers: int
+) -> None:
+    """It is lowered by the net bytes of the twins that serve, after any number of updates, exactly."""
+    session = start()
+    rank = Rank(engine, session, load(engine.target(seed=0), weight_load_mem_usage=2.0))
+    loaded, net = rank.runner.weight_load_mem_usage, session.reports["target"].net_bytes
+    assert net > 0
+
+    for seed in (7, 8):
+        assert by_tensor(rank, list(checkpoint("layers", layers, seed)))[0]
+        assert rank.runner.weight_load_mem_usage == loaded
+
+    weight = next(iter(weights(rank.model).values()))
+    with torch.no_grad():
+        weight.fill_(1.00390625 * 3e-3)  # no hook sees it; the next update books it
+    by_tensor(rank, [])
+    assert rank.session.adapters[0].booked == net // 2
+    assert rank.runner.weight_load_mem_usage == loaded + net / 2 / (1 << 30)
+
+
+@pytest.mark.usefixtures("cpu_device")
 def test_the_direct_format_goes_around_load_weights_and_is_seen(rank: Rank) -> None:
     """It copies straight into parameters."""
     new = expected(rank.engine, 8)

@@ -37,6 +37,8 @@ class SGLangAdapter:
         self.runner = runner
         self.line = line
         self.captured = captured
+        self.booked = 0
+        """Bytes by which the engine's book of weight memory was lowered so far."""
 
     @property
     def role(self) -> Role:
@@ -122,6 +124,7 @@ class SGLangAdapter:
 
     def released(self, n_bytes: int) -> None:
         """See the protocol; the engine keeps GiB."""
+        self.booked += n_bytes
         used = getattr(self.runner, "weight_load_mem_usage", None)
         if isinstance(used, float):
             self.runner.weight_load_mem_usage = used - n_bytes / _GIB

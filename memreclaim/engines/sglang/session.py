@@ -12,7 +12,7 @@ import torch
 from memreclaim import __version__, events
 from memreclaim.agree import Agreement, Terms
 from memreclaim.config import Mode
-from memreclaim.engines import base
+from memreclaim.engines import base, operate
 from memreclaim.engines.sglang import dispatch, hooks, pool, readers_check
 from memreclaim.errors import SwapError
 from memreclaim.reclaimer import Reclaimer
@@ -89,10 +89,18 @@ class Session:
                 report = self.reclaimer.reclaim(part.root, component=adapter.component, refused=refused, terms=terms)
         finally:
             readers_check.forget()
-        adapter.released(_measured(report))
+        self.book(adapter)
         self._account(adapter, report, agree)
         self.proven(twin for name, twin in twins_of(part.root).items() if name not in before)
         return report
+
+    def book(self, adapter: SGLangAdapter) -> None:
+        """Bring the engine's book of weight memory to what the ledger says of this model now.
+
+        Against what was booked before, so that layers which writes brought back since are taken out again.
+        """
+        net = operate.net_bytes(self.reclaimer, adapter.component)
+        adapter.released(net - adapter.booked)
 
     def proven(self, twins: Iterable[Twin]) -> None:
         """``twins`` were proven just now: the audit's clock starts anew, unless another twin serves that was not.
@@ -199,13 +207,6 @@ def twins_of(model: nn.Module) -> dict[str, Twin]:
     tags = ((name, parameter) for name, parameter in model.named_parameters() if isinstance(parameter, Tag))
     found = ((name.rpartition(".")[0], tag.memreclaim_backing.twin) for name, tag in tags)
     return {name: twin for name, twin in found if twin is not None}
-
-
-def _measured(report: Report) -> int:
-    """Net bytes of a reclaim by the most cautious measure that there is."""
-    known = [n for n in (report.freed.nominal, report.freed.allocator, report.freed.device) if n is not None]
-    twins = sum(layer.twin_bytes for layer in report.layers if layer.gross_bytes)
-    return max(0, min(known) - twins)
 
 
 def _plain(settings: Settings) -> dict[str, Any]:

@@ -49,6 +49,7 @@ class Update:
         tags = twins_of(self.model)
         came_back = {name: twin for name, twin in self.twins.items() if name not in tags}
         if not came_back and self.adapter.group() is None:
+            here.book(self.adapter)
             return  # with several ranks, another one may have something to drop again, and waits for all to agree
         if self.failed:
             for name, twin in came_back.items():
