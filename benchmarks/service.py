@@ -1,6 +1,6 @@
 """What the service costs: a scrape of a rank with 43 layers, an idle service, the status page.
 
-Writes ``service.json`` beside itself. A scrape is measured from connect to the last byte, on a connection of its own,
+Writes ``results/service.json``. A scrape is measured from connect to the last byte, on a connection of its own,
 and shared snapshots are switched off, so that each one is taken and written anew; its CPU time is that of the
 service's thread alone. The idle service is a whole process, ``memreclaim serve --request-seconds 0``, with audits and
 the latency probe as they are by default; its CPU time is read from /proc.
@@ -128,7 +128,7 @@ def main() -> None:
         "page_bytes": len(page.HTML.encode()),
         "idle_service": idle(arguments.idle_seconds, arguments.dir),
     }
-    (HERE / "service.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    (HERE / "results" / "service.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(found, indent=2))
 
 
