@@ -24,7 +24,9 @@ class _Entry:
     distribution: str | None
     """The engine's package, None for the embedded one."""
     versions: tuple[str, ...] = ()
-    """Versions of the engine whose hooks the adapter was checked against."""
+    """Versions of the engine whose hooks the adapter was checked against; where there is no ``judge``."""
+    judge: str | None = None
+    """Module whose ``verdict()`` looks at the installed code: whether it is supported, and one sentence why."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +38,14 @@ class Found:
     """None when the engine is not installed."""
     installed: bool
     supported: bool
-    """An adapter is here and was checked against this version."""
+    """An adapter is here, and would switch itself on with this version."""
     note: str
     """One sentence for people."""
 
 
 _REGISTRY = {
     "reference": _Entry("memreclaim.engines.reference.adapter", None),
-    "sglang": _Entry("memreclaim.engines.sglang", "sglang", ("0.5.23",)),
+    "sglang": _Entry("memreclaim.engines.sglang", "sglang", judge="memreclaim.engines.sglang.lines"),
 }
 
 
@@ -71,7 +73,7 @@ def get(name: str) -> type[EngineAdapter]:
 
 
 def found() -> tuple[Found, ...]:
-    """Engines on this machine, from package metadata alone: nothing is imported, no device is touched."""
+    """Engines on this machine, from package metadata and source text: none is imported, no device is touched."""
     return tuple(_look(name, entry) for name, entry in _REGISTRY.items())
 
 
@@ -84,6 +86,9 @@ def _look(name: str, entry: _Entry) -> Found:
         return Found(name, None, installed=False, supported=False, note="not installed")
     if util.find_spec(entry.module) is None:
         return Found(name, version, installed=True, supported=False, note="this build has no adapter for it")
+    if entry.judge is not None:
+        supported, note = import_module(entry.judge).verdict()
+        return Found(name, version, installed=True, supported=supported, note=note)
     supported = version in entry.versions
     checked = f"checked against {', '.join(entry.versions)}"
     return Found(name, version, installed=True, supported=supported, note=checked if supported else f"only {checked}")

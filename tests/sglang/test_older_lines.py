@@ -11,6 +11,7 @@ import pytest
 import sglang_older
 from sglang_older import DRAFT_EINSUM, EINSUM, KERNEL_MODULE
 
+from memreclaim import engines
 from memreclaim.engines.sglang import drift, lines
 
 if TYPE_CHECKING:
@@ -195,3 +196,26 @@ def test_without_launch_the_same_engine_is_untouched(tmp_path: Path) -> None:
 def test_the_draft_of_the_fakes_reads_by_an_einsum_of_its_own() -> None:
     """The fake is what it claims to be."""
     assert "_apply_wo_a_bf16_matmul" not in DRAFT_EINSUM
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(
+    ("source", "supported", "words"),
+    [
+        (EINSUM, True, "einsum line"),
+        (EINSUM.replace("is_decode=False", "is_decode, layer"), False, "without a default"),
+    ],
+    ids=["known", "changed"],
+)
+def test_the_list_of_engines_says_what_the_adapter_would_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, supported: bool, words: str
+) -> None:
+    """An older line that is switched on is supported, and one with a changed reader is not, whatever its version."""
+    root = sglang_older.write(tmp_path, "0.5.20", source)
+    monkeypatch.setattr(drift, "package_root", lambda: root)
+    monkeypatch.setattr(lines.metadata, "version", lambda _name: "0.5.20")
+
+    found = next(one for one in engines.found() if one.name == "sglang")
+
+    assert (found.version, found.installed, found.supported) == ("0.5.20", True, supported)
+    assert words in found.note

@@ -27,9 +27,8 @@ def diagnose(environ: Mapping[str, str] | None = None, *, wanted: bool = True) -
     bad = Level.BAD if wanted else Level.OFF
     if not line.supported:
         return [Finding("sglang readers", bad, problem) for problem in line.problems]
-    checked = "as they were read" if line.name == "released" else f"known by their structure ({line.name} line)"
     return [
-        Finding("sglang readers", Level.OK, f"{line.version}: hooked functions and readers of wo_a are {checked}"),
+        Finding("sglang readers", Level.OK, f"{line.version}: {lines.verdict(line)[1]}"),
         _way_in(env, bad),
     ]
 

@@ -90,6 +90,15 @@ def installed() -> Line:
     return examine(root, version)
 
 
+def verdict(line: Line | None = None) -> tuple[bool, str]:
+    """Whether the installed engine may be hooked, and one sentence for people; what ``memreclaim doctor`` repeats."""
+    line = installed() if line is None else line
+    if not line.supported:
+        return False, "; ".join(line.problems)
+    checked = "as they were read" if line.name == "released" else f"known by their structure ({line.name} line)"
+    return True, f"hooked functions and readers of wo_a are {checked}"
+
+
 def examine(root: Path, version: str) -> Line:
     """Look at an engine of ``version`` whose package stands at ``root``."""
     if version == RELEASED:
