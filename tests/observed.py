@@ -11,7 +11,7 @@ from memreclaim.engines import reference as ref
 from memreclaim.figures import MemoryFigure
 from memreclaim.journal import Event, Journal
 from memreclaim.proof import Mismatch
-from memreclaim.rank import AuditFigures, Baselines, Build, Identity, PoolFigures, RankSnapshot, RankState
+from memreclaim.rank_snapshot import AuditFigures, Baselines, Build, Identity, PoolFigures, RankSnapshot, RankState
 from memreclaim.service.rank import RankService, start_rank_service
 from memreclaim.service.settings import ServiceSettings
 from memreclaim.snapshot import FreedBytes, LayerReport

@@ -76,7 +76,7 @@ def _reference(arguments: argparse.Namespace, screen: Screen, settings: Settings
     from memreclaim.cli import demo
     from memreclaim.engines import reference
     from memreclaim.engines.reference import ReferenceAdapter
-    from memreclaim.rank import Identity
+    from memreclaim.rank_snapshot import Identity
     from memreclaim.rebuild import checkpoint_source
     from memreclaim.reclaimer import Reclaimer
     from memreclaim.service.demo import SteadyLoad, first_weight

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from memreclaim.journal import Histogram
     from memreclaim.observe.families import Family, Labels
-    from memreclaim.rank import RankSnapshot
+    from memreclaim.rank_snapshot import RankSnapshot
 
 PREFIX: Final = "memreclaim_"
 TEXT: Final = "text/plain; version=0.0.4; charset=utf-8"

@@ -12,14 +12,14 @@ from itertools import product
 from typing import TYPE_CHECKING, Final
 
 from memreclaim.journal import OPERATIONS, RESULTS, TRIGGERS
-from memreclaim.rank import RankState
+from memreclaim.rank_snapshot import RankState
 from memreclaim.states import Phase, State
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from memreclaim.journal import Histogram
-    from memreclaim.rank import RankSnapshot
+    from memreclaim.rank_snapshot import RankSnapshot
 
 ID_LABELS: Final = ("model_name", "engine_type", "tp_rank", "pp_rank", "dp_rank", "moe_ep_rank")
 ROW_BUCKETS: Final = ("1", "2..8", "9..192", ">192")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
     from memreclaim.observe.families import Family, Labels, Spec
-    from memreclaim.rank import RankSnapshot
+    from memreclaim.rank_snapshot import RankSnapshot
     from memreclaim.reclaimer import Reclaimer
 
 PREFIX = "memreclaim_"

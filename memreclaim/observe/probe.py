@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from memreclaim.rank import Baselines
+from memreclaim.rank_snapshot import Baselines
 from memreclaim.states import Phase
 from memreclaim.twin import build_twin
 from memreclaim_kernels import ops, reference

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import ASGIApp
 
-    from memreclaim.rank import Rank, RankSnapshot
+    from memreclaim.rank import Rank
+    from memreclaim.rank_snapshot import RankSnapshot
     from memreclaim.service.desk import Desk
     from memreclaim.service.settings import ServiceSettings
 

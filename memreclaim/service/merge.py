@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from memreclaim.rank import SCHEMA_VERSION
+from memreclaim.rank_snapshot import SCHEMA_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

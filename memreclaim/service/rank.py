@@ -17,7 +17,7 @@ from memreclaim.errors import EngineError
 from memreclaim.journal import triggered_by
 from memreclaim.observe import metrics
 from memreclaim.observe.probe import Probe
-from memreclaim.rank import Identity, Rank
+from memreclaim.rank import Rank
 from memreclaim.service.app import RankApp
 from memreclaim.service.desk import BusyError, Desk
 from memreclaim.service.thread import HttpThread
@@ -25,6 +25,7 @@ from memreclaim.service.thread import HttpThread
 if TYPE_CHECKING:
     from memreclaim.audit import Source
     from memreclaim.engines.base import EngineAdapter
+    from memreclaim.rank_snapshot import Identity
     from memreclaim.reclaimer import Reclaimer
     from memreclaim.service.settings import ServiceSettings
     from memreclaim.snapshot import Report

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
-from memreclaim.rank import SCHEMA_VERSION
+from memreclaim.rank_snapshot import SCHEMA_VERSION
 
 if TYPE_CHECKING:
-    from memreclaim.rank import RankSnapshot
+    from memreclaim.rank_snapshot import RankSnapshot
     from memreclaim.snapshot import LayerReport
 
 _ROWS: Final = ("1", "2..8", "9..192", ">192")

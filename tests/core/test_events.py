@@ -10,7 +10,8 @@ import torch
 from core.models import Attention, Stack, reclaimer, stack
 
 from memreclaim import Reason, events
-from memreclaim.rank import Rank, RankState
+from memreclaim.rank import Rank
+from memreclaim.rank_snapshot import RankState
 
 pytestmark = pytest.mark.cpu
 

@@ -6,7 +6,8 @@ import pytest
 from core.models import reclaimer, stack
 
 from memreclaim.journal import OPERATIONS, Journal
-from memreclaim.rank import Rank, RankState
+from memreclaim.rank import Rank
+from memreclaim.rank_snapshot import RankState
 
 pytestmark = pytest.mark.cpu
 

@@ -13,7 +13,8 @@ from observed import CONFIG, QUIET
 from memreclaim import Reclaimer
 from memreclaim.engines import reference as ref
 from memreclaim.observe.probe import BUCKETS, SHARE, Probe
-from memreclaim.rank import Baselines, Rank
+from memreclaim.rank import Rank
+from memreclaim.rank_snapshot import Baselines
 from memreclaim.service.rank import start_rank_service
 from memreclaim_kernels import ops
 

@@ -58,7 +58,7 @@ def start(session: Session) -> RankService | None:
     """Start the service that the settings ask for; None when they ask for none, or when it cannot start."""
     if session.settings.http is None:
         return None
-    from memreclaim.rank import Identity
+    from memreclaim.rank_snapshot import Identity
     from memreclaim.service.rank import start_rank_service
     from memreclaim.service.settings import ServiceSettings
 
