@@ -214,7 +214,7 @@ class _Run:
         self, operation: str, components: set[str], freed: FreedBytes, extra: int | None, pool: PoolChange | None
     ) -> Report:
         layers = tuple(layer for layer in self._ledger.layers() if layer.component in components)
-        report = Report(layers, freed, extra, pool, time.perf_counter() - self._started, self._twins)
+        report = Report(layers, freed, extra, pool, time.perf_counter() - self._started)
         events.summary(operation, report)
         return report
 

@@ -90,13 +90,6 @@ class Report:
     """Most memory above the starting point while it ran; None where it could not be measured."""
     pool: PoolChange | None
     seconds: float
-    run_twin_bytes: int = 0
-    """What the twins of the layers that this run released cost; :attr:`layers` shows those of earlier runs too."""
-
-    @property
-    def run_net_bytes(self) -> int:
-        """Bytes that this run gained, by the smallest measure there is."""
-        return max(0, self.freed.least - self.run_twin_bytes)
 
     @property
     def gross_bytes(self) -> int:
