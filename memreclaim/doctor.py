@@ -10,6 +10,7 @@ import platform
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import metadata, util
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +73,7 @@ def examine(engine: str | None = None, environ: Mapping[str, str] | None = None)
     """Look at everything; ``engine`` is one that must be usable: its absence is bad, that of others is off."""
     looks: tuple[Callable[[], list[Finding]], ...] = (
         _versions,
+        _torch_seams,
         lambda: _settings(os.environ if environ is None else environ),
         _devices,
         _memory,
@@ -91,6 +93,41 @@ def _versions() -> list[Finding]:
     if util.find_spec("memreclaim_kernels") is None:
         found.append(Finding("memreclaim_kernels", Level.BAD, "not importable: the installation is incomplete"))
     return found
+
+
+SEAMS = (
+    "Tensor._make_subclass",
+    "Tensor._use_count",
+    "UntypedStorage._new_with_weak_ptr",
+    "_C._storage_Use_Count",
+    "_C._is_alias_of",
+    "_C._set_throw_on_mutable_data_ptr",
+    "_C.DisableTorchFunctionSubclass",
+    "_ops.OpOverload._can_decompose",
+    "_ops.OpOverload.is_view",
+    "Tag.inplace_view",
+)
+"""What tags and the swap use of torch beyond its documented interface, as paths below ``torch``."""
+
+
+def _torch_seams() -> list[Finding]:
+    """Whether this torch still has what tags are made with."""
+    try:
+        import torch
+    except ImportError:
+        return []
+    missing = [path for path in SEAMS if not _has(torch, path)]
+    if missing:
+        return [Finding("torch seams", Level.BAD, f"torch {torch.__version__} has no {', '.join(missing)}")]
+    return [Finding("torch seams", Level.OK, f"all {len(SEAMS)} are there")]
+
+
+def _has(root: object, path: str) -> bool:
+    try:
+        attrgetter(path)(root)
+    except AttributeError:
+        return False
+    return True
 
 
 def _package(name: str, consequence: str, *, missing: Level) -> Finding:

@@ -8,6 +8,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from memreclaim import doctor, engines
 from memreclaim.cli import main
@@ -125,3 +126,11 @@ def test_command_prints_table_or_json(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert all(finding["name"] in table for finding in found["findings"])
     monkeypatch.setenv("MEMRECLAIM", "perhaps")
     assert main(["doctor"]) == ExitCode.NOT_READY
+
+
+def test_a_torch_without_what_tags_are_made_with_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What tags use of torch beyond its documented interface is looked for, and named when it is gone."""
+    assert _levels()["torch seams"] is Level.OK
+    monkeypatch.delattr(torch._C, "_storage_Use_Count")
+    (seams,) = (finding for finding in examine(environ={}).findings if finding.name == "torch seams")
+    assert (seams.level, seams.detail.split("has no ")[1]) == (Level.BAD, "_C._storage_Use_Count")
