@@ -10,6 +10,7 @@ This module needs no GPU, starts no CUDA and imports no Triton.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import threading
 from dataclasses import dataclass, field
@@ -263,6 +264,17 @@ def disable(backend: Backend, reason: str) -> None:
     with _lock:
         _disabled[backend] = reason
         _choose_anew()
+
+
+def digest() -> str:
+    """Hash of all that was judged in this process: verdicts, and backends that were disabled.
+
+    Equal on devices of one kind that found the same, whatever their index and whenever each kernel was compared.
+    """
+    with _lock:
+        judged = sorted(repr((key, verdict.same)) for key, verdict in _verdicts.items())
+        disabled = sorted(_disabled)
+    return hashlib.sha256(repr((judged, disabled)).encode()).hexdigest()[:12]
 
 
 def forget() -> None:

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from memreclaim._version import __version__
 from memreclaim.agree import Agreement, Terms
 from memreclaim.engines.base import refusals
+from memreclaim_kernels import plan
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from memreclaim.config import Settings
     from memreclaim.engines.base import EngineAdapter
     from memreclaim.reclaimer import Reclaimer
     from memreclaim.snapshot import Report
@@ -58,8 +62,26 @@ def _terms(reclaimer: Reclaimer, adapter: EngineAdapter, subject: str) -> Terms:
     group = adapter.group()
     if group is None:
         return Terms()
-    settings = {name: str(value) for name, value in vars(reclaimer.settings).items() if name != "http"}
-    return Terms(agree=Agreement(group, {"memreclaim": __version__, **settings}, subject))
+    device = next(adapter.models()[0].root.parameters()).device
+    return Terms(agree=Agreement(group, fingerprint(reclaimer.settings, adapter.name, device), subject))
+
+
+def fingerprint(settings: Settings, engine: str, device: torch.device) -> dict[str, str]:
+    """What must be the same on every rank before any drops a weight: versions, settings, device, how calls are served.
+
+    ``engine`` names the engine and its build. Kernels should be judged before: their verdicts are part of it. Each
+    setting stands by its own name, so that ranks that differ say in what; addresses of HTTP may differ.
+    """
+    about = plan.device_of(device)
+    return {
+        **{name: str(value) for name, value in vars(settings).items() if name != "http"},
+        "memreclaim": __version__,
+        "engine": engine,
+        "torch": torch.__version__,
+        "device": f"{about.name} {about.capability}",
+        "backend": plan.backend_for(about),
+        "kernels": plan.digest(),
+    }
 
 
 def net_bytes(reclaimer: Reclaimer, component: str | None = None) -> int:

@@ -15,8 +15,8 @@ from sglang_engine import DEPTH, GROUPS, RANK, activations, checkpoint, copies, 
 
 from memreclaim import Reason, State, counters, is_tag
 from memreclaim.agree import Agreement
-from memreclaim.engines import base
-from memreclaim.engines.sglang import hooks, rank_service, session
+from memreclaim.engines import base, operate
+from memreclaim.engines.sglang import hooks, rank_service, readers_check, session
 from memreclaim.engines.sglang.adapter import SGLangAdapter
 
 if TYPE_CHECKING:
@@ -398,6 +398,24 @@ def test_ranks_can_agree_over_the_engines_own_group() -> None:
     assert agreement({"layer": None}) == {}
     assert agreement.decision.go
     assert agreement.share({"rank": 0}, "report") == [{"rank": 0}]
+
+
+def test_kernels_are_judged_before_ranks_compare_fingerprints(
+    engine: Engine, start: Callable[..., Session], load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the verdicts in them would be those of nothing yet."""
+    here = start()
+    group = importlib.import_module("sglang.srt.runtime_context").get_parallel().tp_group.cpu_group
+    monkeypatch.setattr(SGLangAdapter, "group", lambda _self: group)
+    told: list[object] = []
+    fingerprint = operate.fingerprint
+    monkeypatch.setattr(readers_check, "_verify_kernels", lambda shape, _device: told.append(tuple(shape)))
+    monkeypatch.setattr(operate, "fingerprint", lambda *args: told.append("fingerprint") or fingerprint(*args))
+
+    load(engine.target())
+
+    assert told[:3] == [(GROUPS, RANK, DEPTH), (GROUPS, RANK, DEPTH), "fingerprint"]
+    assert [layer.state for layer in here.reports["target"].layers] == [State.RECLAIMED] * 2
 
 
 def test_a_rank_serves_its_figures_and_works_while_the_scheduler_idles(

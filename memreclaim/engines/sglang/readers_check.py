@@ -13,22 +13,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memreclaim import events, serve
+from memreclaim import discover, events, serve
 from memreclaim.backing import Backing
 from memreclaim.engines.sglang import dispatch, hooks
 from memreclaim.states import Reason
 from memreclaim.tag import make_tag
 from memreclaim_kernels import plan, selfcheck
+from memreclaim_kernels.blocks import WeightShape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torch import nn
 
     from memreclaim.agree import Check
     from memreclaim.discover import Candidate
     from memreclaim.twin import Twin
-    from memreclaim_kernels.blocks import WeightShape
     from memreclaim_kernels.plan import Phase, Stock
 
 _V4, _, _NAME = hooks.DISPATCH.rpartition(".")
@@ -116,6 +116,16 @@ def _differ(stock: torch.Tensor, ours: torch.Tensor) -> torch.Tensor:
         return torch.ones((), dtype=torch.bool, device=stock.device)
     integers = {2: torch.int16, 4: torch.int32}[stock.element_size()]
     return (stock.contiguous().view(integers) != ours.contiguous().view(integers)).any()
+
+
+def judge_kernels(model: nn.Module, targets: Iterable[str], refused: Mapping[str, Reason]) -> None:
+    """Compare the kernels of every weight that may be dropped; done before ranks compare what they found."""
+    for candidate in discover.discover(model, targets):
+        if candidate.refusal is None and candidate.name not in refused:
+            weight = candidate.sites[0].get()
+            depth = weight.shape[-1]
+            shape = WeightShape(candidate.groups, weight.numel() // depth // candidate.groups, depth)
+            _verify_kernels(shape, weight.device)
 
 
 @cache

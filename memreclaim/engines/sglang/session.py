@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
-from memreclaim import __version__, events
+from memreclaim import events
 from memreclaim.agree import Agreement, Terms
 from memreclaim.config import Mode
 from memreclaim.engines import base, operate
@@ -80,8 +76,10 @@ class Session:
         }
         if part.role is base.Role.DRAFT and not self.settings.draft:
             refused = dict.fromkeys(part.layers(self.settings.targets), Reason.POLICY)
-        group = adapter.group()
-        agree = None if group is None else Agreement(group, self.fingerprint(adapter), adapter.component)
+        group, agree = adapter.group(), None
+        if group is not None:
+            readers_check.judge_kernels(part.root, self.settings.targets, refused)
+            agree = Agreement(group, self.fingerprint(adapter), adapter.component)
         terms = Terms(agree, readers_check.check_for(part.root), held, self.guard)
         before = twins_of(part.root)
         try:
@@ -140,13 +138,7 @@ class Session:
     def fingerprint(self, adapter: SGLangAdapter) -> dict[str, str]:
         """What must be the same on every rank."""
         device = next(adapter.runner.model.parameters()).device
-        return {
-            "memreclaim": __version__,
-            "settings": _digest({**_plain(self.settings), "http": None}),
-            "sglang": f"{self.line.version} ({self.line.name})",
-            "torch": torch.__version__,
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        }
+        return operate.fingerprint(self.settings, f"sglang {self.line.version} ({self.line.name})", device)
 
     def adapter_of(self, model: nn.Module) -> SGLangAdapter | None:
         """The adapter whose runner holds ``model`` now."""
@@ -207,11 +199,3 @@ def twins_of(model: nn.Module) -> dict[str, Twin]:
     tags = ((name, parameter) for name, parameter in model.named_parameters() if isinstance(parameter, Tag))
     found = ((name.rpartition(".")[0], tag.memreclaim_backing.twin) for name, tag in tags)
     return {name: twin for name, twin in found if twin is not None}
-
-
-def _plain(settings: Settings) -> dict[str, Any]:
-    return {name: str(value) for name, value in vars(settings).items()}
-
-
-def _digest(value: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
