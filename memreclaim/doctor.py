@@ -103,8 +103,8 @@ SEAMS = (
     "_C._is_alias_of",
     "_C._set_throw_on_mutable_data_ptr",
     "_C.DisableTorchFunctionSubclass",
-    "_ops.OpOverload._can_decompose",
-    "_ops.OpOverload.is_view",
+    "ops.aten.view.default._can_decompose",
+    "ops.aten.view.default.is_view",
     "Tag.inplace_view",
 )
 """What tags and the swap use of torch beyond its documented interface, as paths below ``torch``."""
