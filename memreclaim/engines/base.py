@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from memreclaim.kvpool import KVPool
+    from memreclaim.reclaimer import Reclaimer
+    from memreclaim.snapshot import Report
 
 
 class Role(StrEnum):
@@ -107,6 +109,12 @@ class EngineAdapter(Protocol):
 
     def group(self) -> ProcessGroup | None:
         """The ranks that must agree before any of them drops a weight, or None for one rank."""
+
+    def reclaim(self, reclaimer: Reclaimer, part: ModelPart) -> Report:
+        """Reclaim one part, the same way at start and on request: with all that the engine must add.
+
+        Called at :meth:`safe_point`. :func:`memreclaim.engines.operate.reclaim_part` for an engine that adds nothing.
+        """
 
     def released(self, n_bytes: int) -> None:
         """Correct the engine's own book of weight memory by what the ledger's net bytes grew by; negative on restore.

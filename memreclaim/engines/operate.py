@@ -18,31 +18,30 @@ if TYPE_CHECKING:
     from torch import nn
 
     from memreclaim.config import Settings
-    from memreclaim.engines.base import EngineAdapter
+    from memreclaim.engines.base import EngineAdapter, ModelPart
     from memreclaim.reclaimer import Reclaimer
     from memreclaim.snapshot import Report
 
 
 def reclaim(reclaimer: Reclaimer, adapter: EngineAdapter) -> tuple[Report, ...]:
     """Reclaim every model of the engine that the settings allow; one report per part."""
-    settings = reclaimer.settings
-    reports = []
-    for part in adapter.models():
-        if part.role == "draft" and not settings.draft:
-            continue
-        refused = refusals(adapter, part, settings.targets)
-        before = net_bytes(reclaimer)
-        with adapter.allocations():
-            report = reclaimer.reclaim(
-                part.root,
-                component=part.role.value,
-                prefix=part.prefix,
-                refused=refused,
-                terms=_terms(reclaimer, adapter, part.role.value),
-            )
-        adapter.released(net_bytes(reclaimer) - before)
-        reports.append(report)
-    return tuple(reports)
+    parts = [part for part in adapter.models() if part.role != "draft" or reclaimer.settings.draft]
+    return tuple(adapter.reclaim(reclaimer, part) for part in parts)
+
+
+def reclaim_part(reclaimer: Reclaimer, adapter: EngineAdapter, part: ModelPart) -> Report:
+    """Reclaim one part by what the adapter says of it, for an engine that adds no terms of its own."""
+    before = net_bytes(reclaimer)
+    with adapter.allocations():
+        report = reclaimer.reclaim(
+            part.root,
+            component=part.role.value,
+            prefix=part.prefix,
+            refused=refusals(adapter, part, reclaimer.settings.targets),
+            terms=_terms(reclaimer, adapter, part.role.value),
+        )
+    adapter.released(net_bytes(reclaimer) - before)
+    return report
 
 
 def restore(reclaimer: Reclaimer, adapter: EngineAdapter) -> tuple[Report, ...]:

@@ -16,7 +16,7 @@ from sglang_engine import DEPTH, GROUPS, RANK, activations, checkpoint, copies, 
 from memreclaim import Reason, State, counters, is_tag
 from memreclaim.agree import Agreement
 from memreclaim.engines import base, operate
-from memreclaim.engines.sglang import hooks, rank_service, readers_check, session
+from memreclaim.engines.sglang import dispatch, hooks, rank_service, readers_check, session
 from memreclaim.engines.sglang.adapter import SGLangAdapter
 
 if TYPE_CHECKING:
@@ -439,6 +439,46 @@ def test_a_rank_serves_its_figures_and_works_while_the_scheduler_idles(
     assert service.probe.stock == "sglang"
     assert done is not None
     assert done.status.value == "done", done.to_dict()
+
+
+def test_operations_over_http_reclaim_as_the_start_does(
+    engine: Engine, start: Callable[..., Session], load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each runner's book is right, a draft's twins are known as such, and a reader that differs keeps its layer."""
+    here = start(http=("127.0.0.1", 0))
+    runners = [load(engine.target())]
+    runners.append(load(engine.draft(), draft=True))
+    service = here.service
+    assert service is not None
+
+    def books() -> list[float]:
+        return [runner.weight_load_mem_usage for runner in runners]
+
+    def ask(operation: str) -> None:
+        waiting = service.desk.submit(operation)
+        rank_service.after_idle(None)
+        done = service.desk.find(waiting.id)
+        assert done is not None
+        assert done.status.value == "done", done.to_dict()
+
+    try:
+        loaded = books()
+        nets = [here.reports[name].net_bytes / (1 << 30) for name in ("target", "draft")]
+        stock = [book + net for book, net in zip(loaded, nets, strict=True)]
+        assert min(nets) > 0
+        ask("restore")
+        assert books() == stock
+        dispatch.draft_twins.clear()
+        ask("reclaim")
+        assert books() == loaded
+        assert dispatch.draft_twins == set(map(id, session.twins_of(runners[1].model).values()))
+        ask("restore")
+        monkeypatch.setattr(readers_check, "check_for", lambda _model: lambda *_: Reason.UNKNOWN_READER)
+        ask("reclaim")
+        assert {layer.reason for report in here.reports.values() for layer in report.layers} == {Reason.UNKNOWN_READER}
+        assert books() == stock
+    finally:
+        service.close()
 
 
 @pytest.mark.parametrize(("line", "starts"), [("released", True), ("einsum", False)])

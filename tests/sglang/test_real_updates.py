@@ -134,7 +134,7 @@ def test_the_engines_book_of_weight_memory_does_not_drift(
 ) -> None:
     """It is lowered by the net bytes of the twins that serve, after any number of updates, exactly."""
     session = start()
-    rank = Rank(engine, session, load(engine.target(seed=0), weight_load_mem_usage=2.0))
+    rank = Rank(engine, session, load(engine.target(seed=0)))
     loaded, net = rank.runner.weight_load_mem_usage, session.reports["target"].net_bytes
     assert net > 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, ClassVar
 
+from memreclaim.engines import operate
 from memreclaim.engines.base import ModelPart, Reader, Role
 from memreclaim.engines.reference.attention import Attention
 from memreclaim.engines.reference.batch import Batch
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from memreclaim.engines.reference.model import ReferenceModel
     from memreclaim.engines.reference.pool import PagedPool
     from memreclaim.engines.reference.server import Server
+    from memreclaim.reclaimer import Reclaimer
+    from memreclaim.snapshot import Report
 
 _READS = ("forward", "project", "combine")
 _KNOWN = {name: getattr(Attention, name) for name in _READS}
@@ -79,6 +82,10 @@ class ReferenceAdapter:
     def group(self) -> ProcessGroup | None:
         """The ranks that the model was built for."""
         return next((module.group for module in self._model.modules() if isinstance(module, Attention)), None)
+
+    def reclaim(self, reclaimer: Reclaimer, part: ModelPart) -> Report:
+        """Nothing is added."""
+        return operate.reclaim_part(reclaimer, self, part)
 
     def released(self, n_bytes: int) -> None:
         """Keep the sum; the engine has no other book."""

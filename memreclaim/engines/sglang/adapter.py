@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from memreclaim.engines.sglang.lines import Line
+    from memreclaim.reclaimer import Reclaimer
+    from memreclaim.snapshot import Report
 
 _V4 = "sglang.srt.models.deepseek_v4"
 _DRAFT = "sglang.srt.models.deepseek_v4_dspark"
@@ -121,6 +123,13 @@ class SGLangAdapter:
         """The tensor-parallel ranks, by the engine's CPU group; they hold the same layers."""
         group = setups.setting(self.runner, "parallel", "tp_group") or _older_group()
         return None if group is None or group.world_size == 1 else group.cpu_group
+
+    def reclaim(self, reclaimer: Reclaimer, part: ModelPart) -> Report:
+        """See the protocol: the way of the start, with reader check, guard, and the ranks' agreement."""
+        from memreclaim.engines.sglang.session import session
+
+        del reclaimer, part  # the session's own, and this runner's one model
+        return session().reclaim(self)
 
     def released(self, n_bytes: int) -> None:
         """See the protocol; the engine keeps GiB."""

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
     from memreclaim.engines.base import ModelPart, Reader
     from memreclaim.engines.sglang.session import Session
+    from memreclaim.reclaimer import Reclaimer
     from memreclaim.service.rank import RankService
+    from memreclaim.snapshot import Report
 
 
 class WholeEngine(SGLangAdapter):
@@ -36,11 +38,24 @@ class WholeEngine(SGLangAdapter):
 
     def readers(self, part: ModelPart, layer: str) -> tuple[Reader, ...]:
         """Asked of the adapter that the part belongs to."""
+        return self._adapter_of(part).readers(part, layer)
+
+    def reclaim(self, reclaimer: Reclaimer, part: ModelPart) -> Report:
+        """By the adapter that the part belongs to."""
+        return self._adapter_of(part).reclaim(reclaimer, part)
+
+    def released(self, n_bytes: int) -> None:
+        """Each runner has a book of its own, which follows the ledger."""
+        del n_bytes
         for adapter in self._session.adapters:
-            if adapter.models()[0].root is part.root:
-                return adapter.readers(part, layer)
-        message = f"{layer} is in none of the engine's models"
-        raise EngineError(message)
+            self._session.book(adapter)
+
+    def _adapter_of(self, part: ModelPart) -> SGLangAdapter:
+        found = self._session.adapter_of(part.root)
+        if found is None:
+            message = f"the {part.role.value} is none of the engine's models"
+            raise EngineError(message)
+        return found
 
     def graphs_captured(self) -> bool:
         """As the session knows it now."""
