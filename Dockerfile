@@ -13,10 +13,11 @@ COPY kernels kernels
 RUN python -m build --wheel --outdir /wheels
 
 FROM ${PYTHON_IMAGE} AS slim
-# The CPU build of torch; PyPI's own would bring CUDA, 3 GB.
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# Options for pip, such as the package index of torch's CPU builds: without one the image gets the CUDA build, 3 GB more.
+ARG PIP_OPTIONS=""
 ARG TORCH_VERSION=2.13.0
-RUN pip install --no-cache-dir --extra-index-url "${TORCH_INDEX}" "torch==${TORCH_VERSION}"
+# hadolint ignore=SC2086
+RUN pip install --no-cache-dir ${PIP_OPTIONS} "torch==${TORCH_VERSION}"
 COPY --from=wheel /wheels /wheels
 RUN pip install --no-cache-dir "$(echo /wheels/*.whl)[server]" && rm -rf /wheels \
     && useradd --uid 10001 --create-home --home-dir /home/memreclaim memreclaim
