@@ -13,11 +13,10 @@ COPY kernels kernels
 RUN python -m build --wheel --outdir /wheels
 
 FROM ${PYTHON_IMAGE} AS slim
-# Options for pip, such as the package index of torch's CPU builds: without one the image gets the CUDA build, 3 GB more.
-ARG PIP_OPTIONS=""
+# The package index of torch's CPU builds; without it the image gets the CUDA build, 3 GB more.
+ARG TORCH_INDEX=""
 ARG TORCH_VERSION=2.13.0
-# hadolint ignore=SC2086
-RUN pip install --no-cache-dir ${PIP_OPTIONS} "torch==${TORCH_VERSION}"
+RUN PIP_EXTRA_INDEX_URL="${TORCH_INDEX}" pip install --no-cache-dir "torch==${TORCH_VERSION}"
 COPY --from=wheel /wheels /wheels
 RUN pip install --no-cache-dir "$(echo /wheels/*.whl)[server]" && rm -rf /wheels \
     && useradd --uid 10001 --create-home --home-dir /home/memreclaim memreclaim
