@@ -181,8 +181,9 @@ def _decode_strip(tiles: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
 def _pair_table(device: str) -> torch.Tensor:
     """Two bf16 values for each two codes at scale 1, int32 ``[65536]``, the lower byte's value in the lower half."""
     unit = _decode_table("cpu").view(256, 256)[blocks.EXPONENT_BIAS]
-    both = torch.arange(65536)
-    return torch.stack((unit[both & 0xFF], unit[both >> 8]), dim=1).view(torch.int32).view(-1).to(device)
+    both = torch.arange(65536, dtype=torch.int32)
+    lower, upper = unit.index_select(0, both & 0xFF), unit.index_select(0, both >> 8)
+    return torch.stack((lower, upper), dim=1).view(torch.int32).view(-1).to(device)
 
 
 def prove(codes: torch.Tensor, exponents: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
